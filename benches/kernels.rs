@@ -16,7 +16,7 @@ use candle_core::{DType, Device, Tensor, Var, WithDType};
 use candle_zero::nn::{
     Activation, AttentionOptions, ExpertAssignment, ExpertProjection, ExpertTensors, LinearEpilogue, Sequences,
     WeightLayout, causal_attention, embedding, fused_attention, gelu_tanh, layer_norm, linear, linear_cross_entropy,
-    linear_then, rms_norm,
+    linear_with_epilogue, rms_norm,
 };
 use candle_zero::precision::{Flat, IntFormat, Nf4Scales, WeightPacking};
 use divan::Bencher;
@@ -166,7 +166,7 @@ fn run_up<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_backward: b
     let bencher = bencher.counter(product(with_backward, [sizes.tokens(), 4 * d, d]));
     measure(bencher, with_backward, inputs, |[x, w, b]| {
         let epilogue = LinearEpilogue { activation: Some(Activation::GeluTanh), ..LinearEpilogue::default() };
-        linear_then(x, w, Some(b), WeightLayout::InOut, epilogue)
+        linear_with_epilogue(x, w, Some(b), WeightLayout::InOut, epilogue)
     });
 }
 
@@ -178,7 +178,7 @@ fn run_down<T: WithDType>(bencher: Bencher<'_, '_>, model: Model, with_backward:
     let bencher = bencher.counter(product(with_backward, [sizes.tokens(), d, 4 * d]));
     measure(bencher, with_backward, inputs, |[x, w, b, residual]| {
         let epilogue = LinearEpilogue { residual: Some(residual), ..LinearEpilogue::default() };
-        linear_then(x, w, Some(b), WeightLayout::InOut, epilogue)
+        linear_with_epilogue(x, w, Some(b), WeightLayout::InOut, epilogue)
     });
 }
 

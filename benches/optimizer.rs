@@ -172,7 +172,9 @@ fn muon_momentum_f32(bencher: Bencher<'_, '_>, threads: usize) {
     let ctx = StepContext { grad_scale: 0.7, ..StepContext::new(1e-3, 1) };
     measure(bencher, threads, 16, move || {
         let [momentum, direction] = buffers.each_mut().map(f32s);
-        let OptimizerNeeds::Whole(whole_optimizer) = optimizer.needs() else { panic!("Muon needs complete matrices") };
+        let OptimizerNeeds::WholeParameter(whole_optimizer) = optimizer.needs() else {
+            panic!("Muon needs complete matrices")
+        };
         whole_optimizer.momentum(&ctx, grad.as_ref(), &mut [momentum], direction);
     });
 }
@@ -202,7 +204,7 @@ fn muon_newton_schulz<const STANDARD: bool>(bencher: Bencher<'_, '_>, shape: [us
     let matrix: Vec<f32> = (0..all).map(|i| ((i * 7919 + i / 3 * 31) % 1009) as f32 / 504.5 - 1.0).collect();
     bencher.counter(ItemsCount::new(2 * products * short)).with_inputs(|| matrix.clone()).bench_local_values(
         |mut matrix| {
-            let OptimizerNeeds::Whole(whole_optimizer) = optimizer.needs() else {
+            let OptimizerNeeds::WholeParameter(whole_optimizer) = optimizer.needs() else {
                 panic!("Muon needs complete matrices")
             };
             whole_optimizer.finish(&mut matrix, &shape);

@@ -187,7 +187,7 @@ struct RankAggregates {
 
 /// The engine of the complete model, or of a pipeline that divides the model's layers among ranks.
 enum Trainer<A: Architecture> {
-    Whole(Box<Engine<LanguageModel<A>>>),
+    DataParallel(Box<Engine<LanguageModel<A>>>),
     Pipeline(Box<PipelineEngine<DecoderBatch>>),
 }
 
@@ -195,7 +195,7 @@ enum Trainer<A: Architecture> {
 macro_rules! on_either {
     ($trainer:expr, $engine:ident => $call:expr) => {
         match $trainer {
-            Trainer::Whole($engine) => $call,
+            Trainer::DataParallel($engine) => $call,
             Trainer::Pipeline($engine) => $call,
         }
     };
@@ -204,7 +204,7 @@ macro_rules! on_either {
 impl<A: Architecture> Trainer<A> {
     fn rank(&self) -> usize {
         match self {
-            Self::Whole(engine) => engine.job_rank(),
+            Self::DataParallel(engine) => engine.job_rank(),
             Self::Pipeline(engine) => engine.rank(),
         }
     }
@@ -236,7 +236,7 @@ impl<A: Architecture> Trainer<A> {
     /// Returns which part of the data this rank reads, and the number of parts.
     fn data_position(&self) -> (usize, usize) {
         match self {
-            Self::Whole(engine) => (engine.rank(), engine.world_size()),
+            Self::DataParallel(engine) => (engine.rank(), engine.world_size()),
             Self::Pipeline(engine) => engine.data_position(),
         }
     }
@@ -248,8 +248,8 @@ impl<A: Architecture> Trainer<A> {
     /// Checks whether the weights can be written to `path` at the end.
     fn check_export(&mut self, path: &Path) -> candle_zero::Result<()> {
         match self {
-            Self::Whole(engine) if engine.job_rank() == 0 => engine.check_export(path),
-            Self::Whole(_) => Ok(()),
+            Self::DataParallel(engine) if engine.job_rank() == 0 => engine.check_export(path),
+            Self::DataParallel(_) => Ok(()),
             Self::Pipeline(engine) => engine.check_export(path),
         }
     }
@@ -264,7 +264,7 @@ impl<A: Architecture> Trainer<A> {
     fn step(&mut self, loader: &mut Loader) -> candle_zero::Result<f64> {
         let micro_batches = self.config().batch.gradient_accumulation_steps;
         match self {
-            Self::Whole(engine) => {
+            Self::DataParallel(engine) => {
                 let mut sum = 0.0;
                 for _ in 0..micro_batches {
                     let batch = next(loader)?;
@@ -378,7 +378,9 @@ fn run<A: Architecture<Config: IntoDecoderConfig>>(
     let ds_config = args.ds.ds_config.as_path();
     let mut engine: Trainer<A> = match divided {
         true => Trainer::Pipeline(Box::new(builder.initialize_pipeline(decoder_pipeline(config)?, ds_config)?)),
-        false => Trainer::Whole(Box::new(builder.initialize(|vb| LanguageModel::<A>::new(config, vb), ds_config)?)),
+        false => {
+            Trainer::DataParallel(Box::new(builder.initialize(|vb| LanguageModel::<A>::new(config, vb), ds_config)?))
+        }
     };
     let outcome = run_engine(&mut engine, data, args, [vocab, ctx, seq_len], &sizes);
     outcome.inspect_err(|error| {
@@ -449,7 +451,7 @@ fn run_engine<A: Architecture>(
         }
         return Ok(outcome);
     }
-    if let (Trainer::Whole(engine), true) = (&mut *engine, args.export.is_some() || sample > 0) {
+    if let (Trainer::DataParallel(engine), true) = (&mut *engine, args.export.is_some() || sample > 0) {
         // With local steps, this gives all islands the same weights.
         engine.synchronize_islands()?;
     }
@@ -458,7 +460,7 @@ fn run_engine<A: Architecture>(
     }
     // Every rank generates, because, at stage 3, a forward pass gathers parameters from all ranks. All ranks draw the
     // same tokens.
-    if let (Trainer::Whole(engine), 1..) = (&mut *engine, sample) {
+    if let (Trainer::DataParallel(engine), 1..) = (&mut *engine, sample) {
         let prompt_len = prompt.len();
         let tokens = generate(engine, prompt, sample, seed)?;
         let format_tokens = |tokens: &[u32]| if is_text { as_text(tokens) } else { format!("{tokens:?}") };

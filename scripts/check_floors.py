@@ -16,7 +16,7 @@ import sys
 sys.dont_write_bytecode = True
 from source_paths import Crate
 
-MOST_CIRCLES = 3
+MAX_CYCLES = 3
 # The sources of each package, and the table of its floors.
 PACKAGES = {
     "src": "floors.txt",
@@ -29,7 +29,7 @@ class Table:
     """The order of the floors and the allowed cycles, read from one of scripts/floors*.txt."""
 
     def __init__(self, text):
-        self.floor, self.files, self.circles = {}, {}, []
+        self.floor, self.files, self.cycles = {}, {}, []
         section, number = None, 0
         for line in text.splitlines():
             line = line.partition("#")[0].strip()
@@ -40,9 +40,9 @@ class Table:
                 for name, patterns in re.findall(r"([\w.]+)(?:\s*\(([^)]*)\))?", line):
                     self.floor[name] = number
                     self.files[name] = (patterns or f"{name}.rs {name}/").split()
-            elif section == "[circles]" and line:
+            elif section == "[cycles]" and line:
                 files, _, reason = line.partition(":")
-                self.circles.append((set(files.split()), reason.strip()))
+                self.cycles.append((set(files.split()), reason.strip()))
 
     def room(self, file):
         """Returns the room with the longest matching pattern, preferring files to folders; None if no room matches."""
@@ -55,7 +55,7 @@ class Table:
         return max(matches, default=(False, 0, None))[2]
 
 
-def circles_of(arrows):
+def cycles_of(arrows):
     """Returns the sets of files that reach each other (Tarjan's strongly connected components of more than one file)."""
     targets = {}
     for a, b, *_ in arrows:
@@ -73,10 +73,10 @@ def circles_of(arrows):
                 low[file] = min(low[file], index[other])
         if low[file] == index[file]:
             at = stack.index(file)
-            circle = set(stack[at:])
+            cycle = set(stack[at:])
             del stack[at:]
-            if len(circle) > 1:
-                found.append(circle)
+            if len(cycle) > 1:
+                found.append(cycle)
 
     sys.setrecursionlimit(10000)
     for file in sorted(targets):
@@ -98,17 +98,17 @@ def problems(src, table):
             found.append(f"{a}:{line}: {here} uses {there} ({b}), {direction}")
     arrows_in_rooms = [arrow for arrow in arrows if rooms[arrow[0]] == rooms[arrow[1]] and not arrow[3]]
     matched = []
-    for circle in circles_of(arrows_in_rooms):
-        allowed = next((files for files, _ in table.circles if circle <= files), None)
+    for cycle in cycles_of(arrows_in_rooms):
+        allowed = next((files for files, _ in table.cycles if cycle <= files), None)
         matched.append(allowed)
         if allowed is None:
-            found.append(f"a cycle of {len(circle)} files:")
-            found += [f"    {a}:{line}: uses {b}" for a, b, line, _ in sorted(arrows_in_rooms) if a in circle and b in circle]
-    for files, reason in table.circles:
+            found.append(f"a cycle of {len(cycle)} files:")
+            found += [f"    {a}:{line}: uses {b}" for a, b, line, _ in sorted(arrows_in_rooms) if a in cycle and b in cycle]
+    for files, reason in table.cycles:
         if files not in matched or not reason:
             found.append(f"the table's cycle {' '.join(sorted(files))} " + ("no longer exists" if reason else "has no reason"))
-    if len(table.circles) > MOST_CIRCLES:
-        found.append(f"the table has {len(table.circles)} cycles; at most {MOST_CIRCLES} are allowed")
+    if len(table.cycles) > MAX_CYCLES:
+        found.append(f"the table has {len(table.cycles)} cycles; at most {MAX_CYCLES} are allowed")
     return found
 
 
@@ -123,7 +123,7 @@ def main():
         table = Table((home / name).read_text())
         found = problems(home.parent / src, table)
         wrong |= bool(found)
-        counts = f"{len(table.floor)} rooms, every arrow downwards, {len(table.circles)} cycles of files"
+        counts = f"{len(table.floor)} rooms, every arrow downwards, {len(table.cycles)} cycles of files"
         print(f"{src}: " + ("\n".join(["", *found]) if found else counts))
     sys.exit(wrong)
 

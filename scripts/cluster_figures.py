@@ -92,13 +92,13 @@ class Cable:
         self.process.wait()
         self.end()
 
-    def on(self, host):
+    def launch_prefix(self, host):
         """Returns the command prefix that starts a program on the cores of a host."""
         return ["taskset", "-c", CORES[host], "ip", "netns", "exec", HOSTS[host], "unshare", "-u", "sh", "-c", f'hostname {HOSTS[host]}; exec "$@"', "sh"]
 
     def mpirun(self, library, ranks):
         """Returns the command prefix that starts this number of ranks on each host."""
-        words = self.on(0) + [str(ROOT / "target" / "mpi" / library / "bin" / "mpirun")]
+        words = self.launch_prefix(0) + [str(ROOT / "target" / "mpi" / library / "bin" / "mpirun")]
         host_list, rank_count = f"10.77.0.1:{ranks},10.77.0.2:{ranks}", str(2 * ranks)
         if library == "mpich":
             return words + ["-launcher", "ssh", "-launcher-exec", self.remote_shell, "-hosts", host_list, "-iface", "cable", "-n", rank_count]
@@ -168,7 +168,7 @@ def main():
                         for host in range(2):
                             metrics = one_host_metrics[name] if host == 0 else work / "other.jsonl"
                             metrics.unlink(missing_ok=True)
-                            words = [*hosts.on(host), RELEASE / "zerorun", "-n", str(flags.ranks), *training(config, metrics, flags.steps)]
+                            words = [*hosts.launch_prefix(host), RELEASE / "zerorun", "-n", str(flags.ranks), *training(config, metrics, flags.steps)]
                             jobs.append(subprocess.Popen([str(word) for word in words], env=env, stdin=subprocess.DEVNULL,
                                                          stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
                         if any(job.wait() for job in jobs):

@@ -77,7 +77,7 @@ def train(hosts, env, options, work, model, fixtures, flags, config):
     subprocess.run(["rm", "-rf", str(work / "out")], check=True)
     jobs = []
     for host in range(2):
-        words = [*hosts.on(host), RELEASE / "zerorun", "finetune", model, "--nnodes", "2", "--node_rank", host, "-n", "1",
+        words = [*hosts.launch_prefix(host), RELEASE / "zerorun", "finetune", model, "--nnodes", "2", "--node_rank", host, "-n", "1",
                  "--master_addr", "10.77.0.1", "--master_port", "29500", "--data", fixtures / "smollm2" / "chats.jsonl",
                  "--dtype", "bf16", "--ctx", options.ctx, "--batch", MICRO_BATCHES, "--steps", options.steps, *flags,
                  "--ds_config", work / "config.json", "--out", work / "out", "--metrics", metrics, "--cache", work / "cache"]

@@ -31,7 +31,7 @@ GRADIENTS = ("reduce_scatter", "all_reduce", "to the host")
 # launch.
 MIN_BYTES = 4096
 FIRST_STEPS = 3
-WAYS = {
+SETTINGS = {
     "stage 2": {"stage": 2},
     "stage 3": {"stage": 3},
     "stage 2, states on the host": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
@@ -49,7 +49,7 @@ def union(spans):
     return merged
 
 
-def minus(spans, others):
+def subtract(spans, others):
     """Returns the parts of `spans` that are not covered by `others`; both are unions."""
     remaining = []
     for start, end in spans:
@@ -63,7 +63,7 @@ def minus(spans, others):
     return remaining
 
 
-def common(span, spans):
+def overlap_of(span, spans):
     return sum(max(0.0, min(span[1], end) - max(span[0], start)) for start, end in spans)
 
 
@@ -87,14 +87,14 @@ def transfers(path):
             for lane_name in ("GPU", "training")
         }
         waits = union((start, end) for start, end, e in rank_events if e["cat"] == "wait" and lane(e) == "training")
-        backward_spans = backward["GPU"] or minus(backward["training"], waits)
+        backward_spans = backward["GPU"] or subtract(backward["training"], waits)
         for start, end, e in rank_events:
             if e["cat"] not in ("collective", "copy") or start < since or e["args"].get("bytes", 0) < MIN_BYTES:
                 continue
             kind = next((kind for kind in GRADIENTS if e["name"].startswith(kind)), e["name"].split(" ")[0])
             kind = "to the GPU" if e["name"].startswith("to the GPU") else kind
             duration, overlap = sums.get(kind, (0.0, 0.0))
-            sums[kind] = (duration + end - start, overlap + common((start, end), backward_spans))
+            sums[kind] = (duration + end - start, overlap + overlap_of((start, end), backward_spans))
     return {kind: (duration / 1e3 / steps, overlap / duration if duration else 0.0) for kind, (duration, overlap) in sums.items()}
 
 
@@ -162,7 +162,7 @@ def main():
         sys.exit(show("trace", options.trace))
     failed = False
     with tempfile.TemporaryDirectory() as folder:
-        for setting, zero in WAYS.items():
+        for setting, zero in SETTINGS.items():
             trace, why = train(options, zero, folder)
             if trace is None:
                 print(f"FAIL  {setting}: {why}", flush=True)

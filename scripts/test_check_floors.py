@@ -16,8 +16,8 @@ FILES = {
     "low/a.rs": "pub struct Deep;\n#[cfg(test)]\nuse crate::high::Top;",
 }
 TABLE = "[floors]\nlow\nhigh\nlib"
-CIRCLE = "\n[circles]\nhigh/mod.rs high/part.rs: a reason"
-ENDS_A_CIRCLE = "use super::Top;"
+CYCLE = "\n[cycles]\nhigh/mod.rs high/part.rs: a reason"
+ENDS_A_CYCLE = "use super::Top;"
 UP = "high (high/part.rs), upwards"
 
 
@@ -50,11 +50,11 @@ class Planted(unittest.TestCase):
 
     def test_a_circle_of_files_is_found_unless_the_table_allows_it(self):
         arrows = ["    high/mod.rs:4: uses high/part.rs", "    high/part.rs:1: uses high/mod.rs"]
-        self.assertEqual(self.found(high__part=ENDS_A_CIRCLE), ["a cycle of 2 files:", *arrows])
-        self.assertEqual(self.found(TABLE + CIRCLE, high__part=ENDS_A_CIRCLE), [])
+        self.assertEqual(self.found(high__part=ENDS_A_CYCLE), ["a cycle of 2 files:", *arrows])
+        self.assertEqual(self.found(TABLE + CYCLE, high__part=ENDS_A_CYCLE), [])
 
     def test_what_the_table_says_holds(self):
-        self.assertEqual(self.found(TABLE + CIRCLE), ["the table's cycle high/mod.rs high/part.rs no longer exists"])
+        self.assertEqual(self.found(TABLE + CYCLE), ["the table's cycle high/mod.rs high/part.rs no longer exists"])
         self.assertEqual(self.found(TABLE + "\nnone"), ["the table's room none has no file"])
         self.assertEqual(self.found(other=""), ["other.rs: not in any room of the table"])
 

@@ -9,7 +9,7 @@ import tempfile
 
 sys.dont_write_bytecode = True
 from gpu_figures import is_good, smi
-from gpu_overlap import WAYS, expected, minus, transfers, union
+from gpu_overlap import SETTINGS, expected, subtract, transfers, union
 
 LANES = {1: "training", 2: "collectives", 4: "gradients to the host", 7: "collectives between GPUs", 8: "GPU"}
 
@@ -30,7 +30,7 @@ def trace(events):
 
 
 assert union([(5, 6), (0, 2), (1, 3)]) == [[0, 3], [5, 6]]
-assert minus([[0, 10], [20, 30]], [[2, 3], [8, 22]]) == [[0, 2], [3, 8], [22, 30]]
+assert subtract([[0, 10], [20, 30]], [[2, 3], [8, 22]]) == [[0, 2], [3, 8], [22, 30]]
 
 # The GPU's backward pass is used if there is one. The first steps and control messages are ignored.
 found = trace([
@@ -49,8 +49,8 @@ assert trace([]) == {}
 
 # The kinds of transfers that each configuration must have.
 all_kinds = [("reduce_scatter", "all_reduce"), ("to the host",)]
-assert [expected(zero, 2) for zero in WAYS.values()] == [all_kinds[:1], all_kinds[:1], all_kinds]
-assert [expected(zero, 1) for zero in WAYS.values()] == [[], [], all_kinds[1:]]
+assert [expected(zero, 2) for zero in SETTINGS.values()] == [all_kinds[:1], all_kinds[:1], all_kinds]
+assert [expected(zero, 1) for zero in SETTINGS.values()] == [[], [], all_kinds[1:]]
 
 assert is_good([3.0, 2.5, 2.0], [3.0, 2.5]) and not is_good([3.0, 2.5, 2.0], [3.0, 2.4])
 assert not is_good([3.0, None, 2.0], [3.0]) and not is_good([2.0, 3.0], [2.0]) and not is_good([], [])

@@ -99,7 +99,7 @@ use step_clock::{MicroStepCall, StepClock};
 pub struct Engine<M> {
     model: M,
     /// The instance that evaluations run instead of `model`, if one was built.
-    for_eval: Option<M>,
+    eval_model: Option<M>,
     config: Config,
     core: Arc<RankCore>,
     trainer: GroupedOptimizer,
@@ -109,7 +109,7 @@ pub struct Engine<M> {
     device: Device,
     phase: MicroStepPhase,
     /// The weights that the model computes with, if the optimizer averages weights.
-    shown: ActiveWeights,
+    active_weights: ActiveWeights,
     losses: AccumulatedLoss,
     check: EngineCheckState,
     global_steps: u64,
@@ -150,11 +150,11 @@ enum MicroStepPhase {
     /// Before forward.
     Ready,
     /// After forward: a loss exists.
-    Forwarded,
+    AfterForward,
     /// After backward: gradients exist.
-    Backwarded,
+    AfterBackward,
     /// After a backward pass inside [`no_sync`](Engine::no_sync): each rank has only its own gradients.
-    Held,
+    AfterNoSyncBackward,
 }
 
 /// The progress of the current accumulation.
@@ -165,7 +165,7 @@ struct AccumulationProgress {
     /// Whether [`no_sync`](Engine::no_sync) is running.
     in_no_sync: bool,
     /// Whether `no_sync` has left gradients for the next backward pass or step to reduce.
-    holds: bool,
+    holds_gradients: bool,
 }
 
 /// This rank's losses in the current accumulation.
@@ -201,17 +201,20 @@ impl<M> Engine<M> {
         if Self::is_repeating() {
             return self.attempt(|engine| engine.repeat_inside(stream, run));
         }
-        self.check_order("forward", &[MicroStepPhase::Ready, MicroStepPhase::Forwarded, MicroStepPhase::Held])?;
+        self.check_order(
+            "forward",
+            &[MicroStepPhase::Ready, MicroStepPhase::AfterForward, MicroStepPhase::AfterNoSyncBackward],
+        )?;
         self.begin_run();
         let watch = self.watch(MicroStepCall::Forward);
         let output = self.attempt(|engine| {
-            engine.show(ActiveWeights::Trained)?;
+            engine.activate_weights(ActiveWeights::Trained)?;
             // Islands may have exchanged everything (`synchronize_islands`) since the exchange that named the donor.
             engine.donate()?;
             engine.run_forward(stream, run)
         })?;
         self.forwards += 1;
-        self.phase = MicroStepPhase::Forwarded;
+        self.phase = MicroStepPhase::AfterForward;
         self.end_watch(watch);
         Ok(output)
     }
@@ -235,8 +238,8 @@ impl<M> Engine<M> {
     pub fn eval(&mut self, run: impl FnOnce(&M) -> candle_core::Result<Tensor>) -> Result<Tensor> {
         let (_call, _span) = (during("eval"), self.span("eval"));
         self.attempt(|engine| {
-            engine.show(ActiveWeights::Averaged)?;
-            let model = engine.for_eval.as_ref().unwrap_or(&engine.model);
+            engine.activate_weights(ActiveWeights::Averaged)?;
+            let model = engine.eval_model.as_ref().unwrap_or(&engine.model);
             engine.cast(|| engine.core.evaluate(|| run(model)))
         })
     }
@@ -255,12 +258,12 @@ impl<M> Engine<M> {
     /// [`EngineError::OldLoss`] for the loss of an older forward pass; [`EngineError::NonFiniteLoss`] in f32; a failed
     /// collective.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
-        self.check_order("backward", &[MicroStepPhase::Forwarded])?;
+        self.check_order("backward", &[MicroStepPhase::AfterForward])?;
         self.check_loss(loss)?;
         let watch = self.watch(MicroStepCall::Backward);
         self.attempt(|engine| {
             // The graph uses tensors whose values an evaluation since the forward pass may have replaced.
-            engine.show(ActiveWeights::Trained)?;
+            engine.activate_weights(ActiveWeights::Trained)?;
             let scaled = engine.scaled(loss)?;
             let is_measuring = engine.begin_measuring();
             engine.cast(|| engine.core.backward(&scaled, true))?;
@@ -269,8 +272,12 @@ impl<M> Engine<M> {
             }
             Ok::<(), Error>(())
         })?;
-        self.accumulation.holds |= self.accumulation.in_no_sync;
-        self.phase = if self.accumulation.in_no_sync { MicroStepPhase::Held } else { MicroStepPhase::Backwarded };
+        self.accumulation.holds_gradients |= self.accumulation.in_no_sync;
+        self.phase = if self.accumulation.in_no_sync {
+            MicroStepPhase::AfterNoSyncBackward
+        } else {
+            MicroStepPhase::AfterBackward
+        };
         self.end_watch(watch);
         Ok(())
     }
@@ -287,7 +294,7 @@ impl<M> Engine<M> {
     /// [`EngineError::WrongGradient`] while gradients are checked; a failed collective. Also the error of a failed
     /// background save: in that case, the step has been completed, and the engine can continue.
     pub fn step(&mut self) -> Result<()> {
-        self.check_order("step", &[MicroStepPhase::Backwarded, MicroStepPhase::Held])?;
+        self.check_order("step", &[MicroStepPhase::AfterBackward, MicroStepPhase::AfterNoSyncBackward])?;
         if self.accumulation.in_no_sync {
             return Err(EngineError::OutOfOrder { call: "step", when: "inside no_sync" }.into());
         }
@@ -297,11 +304,11 @@ impl<M> Engine<M> {
         self.end_watch(watch);
         self.core.forget_outputs(updates && self.was_applied || exchanged);
         if updates {
-            self.attempt(Self::tell)?;
+            self.attempt(Self::report_step)?;
         }
         self.micro_steps += 1;
         self.accumulation.micro_steps = if updates { 0 } else { self.accumulation.micro_steps + 1 };
-        self.accumulation.holds = false;
+        self.accumulation.holds_gradients = false;
         self.forwards = 0;
         self.phase = MicroStepPhase::Ready;
         self.failed_save.take().map_or(Ok(()), Err)
@@ -342,9 +349,11 @@ impl<M> Engine<M> {
             return Ok(());
         }
         let when = match (self.phase, allowed) {
-            (MicroStepPhase::Ready, [MicroStepPhase::Forwarded]) => "before forward",
-            (MicroStepPhase::Backwarded | MicroStepPhase::Held, [MicroStepPhase::Forwarded]) => "twice on one loss",
-            (MicroStepPhase::Backwarded, _) => "after backward without a step",
+            (MicroStepPhase::Ready, [MicroStepPhase::AfterForward]) => "before forward",
+            (MicroStepPhase::AfterBackward | MicroStepPhase::AfterNoSyncBackward, [MicroStepPhase::AfterForward]) => {
+                "twice on one loss"
+            }
+            (MicroStepPhase::AfterBackward, _) => "after backward without a step",
             _ => "before backward",
         };
         Err(EngineError::OutOfOrder { call, when }.into())
@@ -404,7 +413,7 @@ impl<M> Engine<M> {
     }
 
     fn non_finite_gradient(&self, vote: &StepVoteResult) -> Error {
-        let where_ = match self.core.non_finite_gradient() {
+        let location = match self.core.non_finite_gradient() {
             Err(error) => return error,
             Ok(Some(name)) => format!("the gradient of {name} is not finite on rank {}", self.rank()),
             Ok(None) => {
@@ -413,7 +422,7 @@ impl<M> Engine<M> {
                 format!("gradients are not finite on rank{plural} {}", list(&ranks))
             }
         };
-        EngineError::NonFiniteGradient { where_, step: self.global_steps }.into()
+        EngineError::NonFiniteGradient { location, step: self.global_steps }.into()
     }
 
     /// Updates the weights with the gradients times `multiplier`, and publishes them. Returns whether the weights
@@ -421,7 +430,7 @@ impl<M> Engine<M> {
     fn update(&mut self, multiplier: f64) -> Result<bool> {
         let trained = self.trainer.for_step(self.optimizer_steps + 1, multiplier as f32)?;
         let weights_changed = self.core.update(&trained)?;
-        self.shown = ActiveWeights::Trained;
+        self.active_weights = ActiveWeights::Trained;
         self.optimizer_steps += 1;
         self.trainer.step();
         Ok(weights_changed)
@@ -482,7 +491,7 @@ impl<M> Engine<M> {
         // All ranks vote, even if one of them cannot listen for signals.
         let (signaled, planned) = (asked_to_stop(), planned_stop());
         let is_planned = planned.as_ref().is_ok_and(|planned| planned.is_some_and(|steps| self.global_steps >= steps));
-        self.reporter.answers.stop.store(true, Ordering::Relaxed);
+        self.reporter.supported_requests.stop.store(true, Ordering::Relaxed);
         let vote = *signaled.as_ref().unwrap_or(&false) || is_planned || self.reporter.stop_in_record;
         let any = self.any_rank(vote)?;
         self.reporter.stop_requested.fetch_or(any, Ordering::Relaxed);
@@ -548,12 +557,12 @@ impl<M> Engine<M> {
         &mut self,
         call: impl FnOnce(&mut Self) -> Result<T, E>,
     ) -> Result<T> {
-        if self.phase != MicroStepPhase::Forwarded {
+        if self.phase != MicroStepPhase::AfterForward {
             self.attempt(|engine| engine.core.settle())?;
         }
         self.attempt(|engine| {
             let result = call(engine).map_err(Into::into)?;
-            engine.shown = ActiveWeights::Mixed;
+            engine.active_weights = ActiveWeights::Mixed;
             engine.core.remember_weights()?;
             Ok::<_, JointOperationFailure>(result)
         })
@@ -570,7 +579,7 @@ impl<M> Drop for Engine<M> {
     fn drop(&mut self) {
         // A GPU that no longer responds has no work in flight.
         let _ = self.core.follow_thread();
-        self.core.give_up_update();
+        self.core.wait_for_abandoned_update();
         if self.stopped.is_none() && !std::thread::panicking() {
             if self.saving.is_some()
                 && let Err(error) = self.wait_for_checkpoint()

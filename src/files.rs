@@ -39,14 +39,14 @@ pub fn folder_of(path: &Path) -> &Path {
 
 /// Creates a new file in `folder` with a name that begins with `prefix`. The file is removed when the result is
 /// dropped. Its permissions follow the umask, like those of any new file, whereas tempfile's default is owner-only.
-pub fn new_beside(folder: &Path, prefix: &str) -> Result<NamedTempFile> {
+pub fn new_temp_file(folder: &Path, prefix: &str) -> Result<NamedTempFile> {
     tempfile::Builder::new().prefix(prefix).permissions(Permissions::from_mode(0o666)).tempfile_in(folder)
 }
 
 /// Writes a file that is either complete or absent: until it is complete, its name begins with `prefix`. Returns the
 /// file, positioned at its end. The folder is not synced.
-pub fn write_whole(path: &Path, prefix: &str, bytes: &[u8]) -> Result<File> {
-    let mut file = new_beside(folder_of(path), prefix)?;
+pub fn write_atomically(path: &Path, prefix: &str, bytes: &[u8]) -> Result<File> {
+    let mut file = new_temp_file(folder_of(path), prefix)?;
     file.write_all(bytes)?;
     file.as_file().sync_all()?;
     Ok(file.persist(path)?)
@@ -55,7 +55,7 @@ pub fn write_whole(path: &Path, prefix: &str, bytes: &[u8]) -> Result<File> {
 /// Replaces the file at `path` in one step: a reader sees either the old or the new content. Nothing is synced to disk,
 /// so both may be lost in a power failure. Until the file is complete, its name begins with `prefix`.
 pub fn replace_unsynced(path: &Path, prefix: &str, bytes: &[u8]) -> Result<()> {
-    let mut file = new_beside(folder_of(path), prefix)?;
+    let mut file = new_temp_file(folder_of(path), prefix)?;
     file.write_all(bytes)?;
     file.persist(path)?;
     Ok(())
@@ -78,10 +78,10 @@ pub fn open(path: impl AsRef<Path>) -> Result<File> {
     let path = path.as_ref();
     // The kind is checked before opening, because opening a device can have side effects, and again afterwards, because
     // the path may lead to something else by then.
-    only_a_file(&path.metadata()?)?;
+    check_regular_file(&path.metadata()?)?;
     let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
     let file = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
-    only_a_file(&file.metadata()?)?;
+    check_regular_file(&file.metadata()?)?;
     Ok(file)
 }
 
@@ -105,7 +105,7 @@ pub fn read_text(path: impl AsRef<Path>, max_bytes: u64) -> Result<String> {
 ///
 /// # Errors
 /// A file of another kind, or one that cannot be read.
-pub fn only_earlier(path: &Path, prefix: &[u8], kind: &str) -> Result<()> {
+pub fn check_replaceable(path: &Path, prefix: &[u8], kind: &str) -> Result<()> {
     if path.symlink_metadata().is_err() {
         return Ok(());
     }
@@ -151,7 +151,7 @@ pub fn tighten(path: &Path) {
 }
 
 /// Returns an error that names the kind of `found`, unless it is a regular file.
-pub(crate) fn only_a_file(found: &Metadata) -> Result<()> {
+pub(crate) fn check_regular_file(found: &Metadata) -> Result<()> {
     let kind = found.file_type();
     let name = match () {
         () if kind.is_file() => return Ok(()),

@@ -201,9 +201,9 @@ impl MemoryTier {
         if device.is_cpu() { Self::Host } else { Self::Device }
     }
 
-    /// Returns the tier of buffers at `place`.
-    pub(crate) fn at<B: ElementBuffer>(place: &B::Place) -> Self {
-        if B::is_device(place) { Self::Device } else { Self::Host }
+    /// Returns the tier of buffers at `location`.
+    pub(crate) fn at<B: ElementBuffer>(location: &B::Location) -> Self {
+        if B::is_device(location) { Self::Device } else { Self::Host }
     }
 }
 
@@ -274,10 +274,10 @@ pub struct MemoryReport {
 /// Experts that are divided among ranks count separately.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct StateBytes {
-    pub whole: usize,
+    pub full: usize,
     /// The bytes of the experts that this rank holds, which are sharded only among the ranks that hold them.
     pub experts: usize,
-    pub own: usize,
+    pub shard: usize,
 }
 
 /// The bytes of each kind of state, from which the formula is computed.
@@ -313,10 +313,10 @@ impl MemoryReport {
             formula: None,
             padding: 0.0,
         };
-        let row = |kind, StateBytes { whole, own, experts }: StateBytes, sharded: bool| {
+        let row = |kind, StateBytes { full, shard, experts }: StateBytes, sharded: bool| {
             let divisor = |ranks: usize| if sharded { ranks as f64 } else { 1.0 };
-            let exact = whole as f64 / divisor(mesh.shards()) + experts as f64 / divisor(holders);
-            let padding = if sharded { own as f64 - exact } else { 0.0 };
+            let exact = full as f64 / divisor(mesh.shards()) + experts as f64 / divisor(holders);
+            let padding = if sharded { shard as f64 - exact } else { 0.0 };
             MemoryRow { formula: Some(exact), padding, ..plain_row(kind) }
         };
         let moments = row(MemoryKind::Moments, bytes.moments, placement.optim.is_sharded());
@@ -335,7 +335,7 @@ impl MemoryReport {
             plain_row(MemoryKind::Buffers),
         ];
         let index_after = |kind, rows: &[MemoryRow]| 1 + rows.iter().position(|row| row.kind == kind).unwrap_or(0);
-        if bytes.outer.own > 0 {
+        if bytes.outer.shard > 0 {
             let outer = row(MemoryKind::OuterStates, bytes.outer, placement.optim.is_sharded());
             rows.insert(index_after(MemoryKind::Moments, &rows), outer);
         }
@@ -397,7 +397,7 @@ pub(crate) struct TrackedBuffer<B = Flat> {
 
 impl<B: ElementBuffer> TrackedBuffer<B> {
     pub fn new(ledger: &MemoryLedger, kind: MemoryKind, flat: B) -> Self {
-        let entry = ledger.hold_in(MemoryTier::at::<B>(&flat.place()), kind, flat.capacity_in_bytes());
+        let entry = ledger.hold_in(MemoryTier::at::<B>(&flat.location()), kind, flat.capacity_in_bytes());
         Self { flat, entry }
     }
 
@@ -416,13 +416,13 @@ impl<B: ElementBuffer> TrackedBuffer<B> {
     ///
     /// # Errors
     /// Returns an error if the allocation or the copy fails.
-    pub fn moved_to(self, ledger: &MemoryLedger, place: &B::Place) -> crate::error::Result<Self> {
-        if B::is_device(place) == B::is_device(&self.flat.place()) {
+    pub fn move_to(self, ledger: &MemoryLedger, location: &B::Location) -> crate::error::Result<Self> {
+        if B::is_device(location) == B::is_device(&self.flat.location()) {
             return Ok(self);
         }
         let kind = self.entry.kind;
         let moving = self.entry;
-        let moved = Self::new(ledger, kind, self.flat.moved_to(place)?);
+        let moved = Self::new(ledger, kind, self.flat.move_to(location)?);
         drop(moving);
         Ok(moved)
     }

@@ -114,7 +114,7 @@ fn watch() {
 }
 
 /// Runs `work` on `bytes` bytes of `subject`. A panic is returned as an error with its text.
-pub fn within<T>(subject: &SandboxSubject, bytes: usize, work: impl FnOnce() -> T) -> Result<T, String> {
+pub fn run_sandboxed<T>(subject: &SandboxSubject, bytes: usize, work: impl FnOnce() -> T) -> Result<T, String> {
     /// The number of bytes that a slow machine processes per second.
     const BYTES_PER_SECOND: u64 = 256 << 10;
     begin();
@@ -208,9 +208,10 @@ mod tests {
     #[test]
     fn a_panic_is_an_error_with_its_text() {
         let subject = SandboxSubject::new("x");
-        assert_eq!(within(&subject, 0, || 7), Ok(7));
-        assert_eq!(within(&subject, 0, || -> u8 { panic!("no {}", 1) }), Err("no 1".into()));
-        assert_eq!(within(&subject, 0, || within(&subject, 0, || -> u8 { panic!("in") })), Ok(Err("in".into())));
-        assert_eq!(within(&subject, 0, || 8), Ok(8));
+        assert_eq!(run_sandboxed(&subject, 0, || 7), Ok(7));
+        assert_eq!(run_sandboxed(&subject, 0, || -> u8 { panic!("no {}", 1) }), Err("no 1".into()));
+        let nested = run_sandboxed(&subject, 0, || run_sandboxed(&subject, 0, || -> u8 { panic!("in") }));
+        assert_eq!(nested, Ok(Err("in".into())));
+        assert_eq!(run_sandboxed(&subject, 0, || 8), Ok(8));
     }
 }

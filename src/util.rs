@@ -72,7 +72,7 @@ pub fn cache_home(xdg: Option<OsString>, home: Option<PathBuf>) -> Option<PathBu
 }
 
 /// Returns a message with the names most similar to `name`; `None` if there are none.
-pub fn nearest<'a>(name: &str, all: impl Iterator<Item = &'a str>) -> Option<String> {
+pub fn suggest_names<'a>(name: &str, all: impl Iterator<Item = &'a str>) -> Option<String> {
     /// The minimum similarity, from 0 to 1, of a name that is suggested.
     const MIN_SIMILARITY: f64 = 0.5;
     const MAX_SUGGESTIONS: usize = 3;
@@ -122,7 +122,7 @@ pub fn is_or_are(count: impl PartialEq + From<u8>) -> &'static str {
 }
 
 /// Formats a number of bytes, with one decimal and a binary unit from 1 KiB on.
-pub fn binary(bytes: u64) -> String {
+pub fn format_bytes(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
     if bytes < 1 << 10 {
         return format!("{bytes} B");
@@ -182,8 +182,8 @@ mod tests {
     fn bytes_have_the_largest_unit_that_leaves_a_whole() {
         let cases = [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1_048_575, "1.0 MiB"), (5 << 29, "2.5 GiB")];
         for (bytes, text) in cases {
-            assert_eq!(binary(bytes), text);
+            assert_eq!(format_bytes(bytes), text);
         }
-        assert_eq!(binary(u64::MAX), "16384.0 PiB");
+        assert_eq!(format_bytes(u64::MAX), "16384.0 PiB");
     }
 }

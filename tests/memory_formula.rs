@@ -192,18 +192,20 @@ fn files_hold_what_the_formula_says_plus_named_padding_and_memory_nothing_of_it(
     for world in [1, 2] {
         for more in precisions() {
             let is_half = more != json!({});
-            let without = train(world, shape, &config(3, 1, zero(), more.clone()), 3);
-            for (what, stage) in OFFLOADS.iter().map(|what| (*what, 3)).chain([([true, false], 2), ([true, false], 1)])
+            let in_memory = train(world, shape, &config(3, 1, zero(), more.clone()), 3);
+            for (offload, stage) in
+                OFFLOADS.iter().map(|offload| (*offload, 3)).chain([([true, false], 2), ([true, false], 1)])
             {
                 for sets in 1..=3 {
                     let pipeline = json!({"pipeline_read": sets > 1, "pipeline_write": sets > 2});
-                    let zero = offloaded(folder.path(), what, &pipeline, 0);
+                    let zero = offloaded(folder.path(), offload, &pipeline, 0);
                     // If only parameters are in files, they are always transferred in a pipeline.
-                    let sets = if what[0] { sets } else { 3 };
+                    let sets = if offload[0] { sets } else { 3 };
                     let outcomes = train(world, shape, &config(stage, 1, zero, more.clone()), 3);
-                    for (outcome, without) in outcomes.iter().zip(&without) {
+                    for (outcome, in_memory) in outcomes.iter().zip(&in_memory) {
                         let report = &outcome.memory;
-                        let told = format!("{what:?}, stage {stage}, world {world}, {more}, {sets} sets\n{report}");
+                        let message =
+                            format!("{offload:?}, stage {stage}, world {world}, {more}, {sets} sets\n{report}");
                         for kind in [
                             MemoryKind::Parameters,
                             MemoryKind::Gradients,
@@ -212,38 +214,39 @@ fn files_hold_what_the_formula_says_plus_named_padding_and_memory_nothing_of_it(
                         ] {
                             let row = report.row(kind);
                             let expected = row.formula.unwrap() + row.padding;
-                            if kind == MemoryKind::Gradients && (stage == 1 || !is_in_files(kind, what)) {
+                            if kind == MemoryKind::Gradients && (stage == 1 || !is_in_files(kind, offload)) {
                                 // The formula with its padding does not apply: gradients are complete at stage 1, and
                                 // buffers in memory need no padding for files.
-                                assert_eq!(row.bytes.held, 0, "{told}");
-                            } else if is_in_files(kind, what) {
-                                assert_eq!(row.file.held as f64, expected, "{}: {told}", kind.name());
-                                assert_eq!(row.bytes.held, 0, "{}: {told}", kind.name());
+                                assert_eq!(row.bytes.held, 0, "{message}");
+                            } else if is_in_files(kind, offload) {
+                                assert_eq!(row.file.held as f64, expected, "{}: {message}", kind.name());
+                                assert_eq!(row.bytes.held, 0, "{}: {message}", kind.name());
                             } else {
-                                assert_eq!((row.file.peak, row.bytes.held as f64), (0, expected), "{told}");
+                                assert_eq!((row.file.peak, row.bytes.held as f64), (0, expected), "{message}");
                             }
                             // The padding is less than 2048 elements of at most 8 bytes for each of 15 parameters.
-                            assert!(row.padding < 15.0 * 2048.0 * 8.0, "{told}");
+                            assert!(row.padding < 15.0 * 2048.0 * 8.0, "{message}");
                         }
                         let gathered = |report: &MemoryReport| report.row(MemoryKind::Gathered).bytes.peak;
                         if stage == 3 {
-                            assert_eq!(gathered(report), gathered(&without.memory), "{told}");
+                            assert_eq!(gathered(report), gathered(&in_memory.memory), "{message}");
                         }
                         // The element sizes of the step's streams; all shares are in one sub-group.
                         let half = if is_half { 2 } else { 4 };
-                        let optimizer = [(what[0] && is_half, 4), (what[0], 4), (what[0], 4), (what[0], half)];
-                        let streams = [(what[1], half)].into_iter().chain(optimizer).filter(|s| s.0);
+                        let optimizer =
+                            [(offload[0] && is_half, 4), (offload[0], 4), (offload[0], 4), (offload[0], half)];
+                        let streams = [(offload[1], half)].into_iter().chain(optimizer).filter(|s| s.0);
                         let streams: Vec<usize> = streams.map(|s| s.1).collect();
                         let moments = report.row(MemoryKind::Moments);
                         let share = ((moments.formula.unwrap() + moments.padding) / 8.0) as usize;
                         let buffers = sets * streams.len();
-                        let count = if what[0] { 4 } else { buffers };
+                        let count = if offload[0] { 4 } else { buffers };
                         let window = (share * count / buffers).next_multiple_of(2048).min(share);
                         let most: usize = streams.iter().map(|size| sets * (window * size + 4095)).sum();
                         // While files are created, each of 8 threads may copy a parameter for direct access.
                         let most = most.max(8 * (12 * 37 * 4usize).next_multiple_of(4096) + 8 * 4095);
                         let staging = report.row(MemoryKind::Staging).bytes;
-                        assert!(staging.held == 0 && (1..=most).contains(&staging.peak), "at most {most}: {told}");
+                        assert!(staging.held == 0 && (1..=most).contains(&staging.peak), "at most {most}: {message}");
                     }
                 }
             }
@@ -354,8 +357,9 @@ fn the_ledger_equals_what_the_allocator_gave() {
             let in_memory = (0..4u8).map(|stage| (stage, zero()));
             let in_memory = in_memory.map(|(stage, zero)| (stage, zero, None));
             let accesses = [Some(DiskAccess::Direct), Some(DiskAccess::Mapped), None];
-            let in_files = OFFLOADS.iter().flat_map(|what| accesses.map(|access| (*what, access)));
-            let in_files = in_files.map(|(what, access)| (3, offloaded(folder.path(), what, &json!({}), 0), access));
+            let in_files = OFFLOADS.iter().flat_map(|offload| accesses.map(|access| (*offload, access)));
+            let in_files =
+                in_files.map(|(offload, access)| (3, offloaded(folder.path(), offload, &json!({}), 0), access));
             for (stage, zero, access) in in_memory.chain(in_files) {
                 let offload = zero.to_string().matches("nvme\"").count();
                 let (live, ledger) = live_and_ledger(world, &config(stage, 1, zero, more.clone()), access);

@@ -102,7 +102,7 @@ fn train(world: usize, stage: u8, bf16: bool, steps: usize) -> Vec<StepBytes> {
         together.wait();
         counts
     };
-    let of_ranks = threads::run(world, |comm| -> candle_zero::Result<_> {
+    let results = threads::run(world, |comm| -> candle_zero::Result<_> {
         let builder = Engine::builder().communicator(comm).device(Device::Cpu);
         let mut engine = builder.initialize(|vb| Gpt::new(&GPT, vb), config.clone())?;
         let ids = |shift: usize| {
@@ -127,25 +127,25 @@ fn train(world: usize, stage: u8, bf16: bool, steps: usize) -> Vec<StepBytes> {
         }
         Ok(all)
     });
-    of_ranks.unwrap().remove(0).unwrap()
+    results.unwrap().remove(0).unwrap()
 }
 
 /// The bytes that a step may allocate for bookkeeping (lists of shards, votes, labels), per rank.
-const BOOKS: u64 = 24 << 10;
+const BOOKKEEPING: u64 = 24 << 10;
 
 #[test]
 fn a_step_allocates_no_buffers_except_those_that_publication_fills() {
     let _alone = alone();
     for (bf16, world, stage) in cases() {
-        let of_parameters = (GPT.num_parameters() * if bf16 { 2 } else { 4 }) as u64;
+        let parameter_bytes = (GPT.num_parameters() * if bf16 { 2 } else { 4 }) as u64;
         // A rank copies its shards to send them, gets those of all ranks, and copies small parameters out of the
         // result. A single rank gets back what it sent.
         let published = match (stage, world) {
-            (1 | 2, 1) => 2 * of_parameters,
-            (1 | 2, ranks) => (2 * ranks + 1) * of_parameters,
+            (1 | 2, 1) => 2 * parameter_bytes,
+            (1 | 2, ranks) => (2 * ranks + 1) * parameter_bytes,
             _ => 0,
         };
-        let most = published + BOOKS * world;
+        let most = published + BOOKKEEPING * world;
         for step in &train(world as usize, stage, bf16, 10)[4..] {
             assert!(step.in_step <= most, "bf16 {bf16}, world size {world}, stage {stage}: {step:?}, allowed {most}");
         }
@@ -214,8 +214,8 @@ fn ranks_under_zerorun_get_hardly_a_page_from_the_system_after_the_first_steps()
             "zero_optimization": {"stage": stage},
         });
         std::fs::write(folder.path().join("ds_config.json"), config.to_string()).unwrap();
-        let of = |steps| faults_of_run(&program, folder.path(), steps) as f64;
-        let per_step = (of(24) - of(4)) / 20.0;
+        let faults = |steps| faults_of_run(&program, folder.path(), steps) as f64;
+        let per_step = (faults(24) - faults(4)) / 20.0;
         assert!(per_step < MOST_FAULTS, "stage {stage}: {per_step} page faults in each step of two ranks");
     }
 }

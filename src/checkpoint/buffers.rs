@@ -5,10 +5,10 @@
 //! In a pipeline, each rank has those of its stages, and rank 0 saves the buffers of all ranks of its pipeline. Buffers
 //! change in a forward pass, so a background save writes the values from the time at which it began.
 
-use super::folder::not_written;
+use super::folder::write_error;
 use super::manifest::{BufferFile, MANIFEST};
 use crate::error::{CheckpointError, Error, Result};
-use crate::param::{ModelBuffer, is_needless};
+use crate::param::{ModelBuffer, is_dispensable};
 use crate::tensor::bytes::{converted, dtype_for_file, dtype_in_file};
 use crate::util::list;
 use candle_core::DType;
@@ -41,20 +41,20 @@ pub(super) fn snapshot(buffers: &[ModelBuffer], dir: &Path) -> Result<Option<Vec
         let (name, shape, dtype) = (buffer.name.clone(), buffer.tensor.dims().to_vec(), buffer.tensor.dtype());
         Ok(SavedBuffer { name, shape, dtype, bytes: buffer.bytes()? })
     };
-    file_of(&buffers.iter().map(current).collect::<Result<Vec<_>>>()?, dir)
+    to_file_bytes(&buffers.iter().map(current).collect::<Result<Vec<_>>>()?, dir)
 }
 
 /// Returns the file's bytes for the buffers in several files, some of which may be empty; `None` if there are no buffers.
-pub(super) fn joined(files: &[Vec<u8>], dir: &Path) -> Result<Option<Vec<u8>>> {
+pub(super) fn merge_files(files: &[Vec<u8>], dir: &Path) -> Result<Option<Vec<u8>>> {
     let mut all = Vec::new();
     for bytes in files.iter().filter(|bytes| !bytes.is_empty()) {
         all.extend(buffers_in(bytes, |problem| CheckpointError::Unusable { path: dir.join(NAME), problem }.into())?);
     }
-    file_of(&all, dir)
+    to_file_bytes(&all, dir)
 }
 
 /// Returns the file's bytes; `None` if there are no buffers.
-pub(super) fn file_of(buffers: &[SavedBuffer], dir: &Path) -> Result<Option<Vec<u8>>> {
+pub(super) fn to_file_bytes(buffers: &[SavedBuffer], dir: &Path) -> Result<Option<Vec<u8>>> {
     if buffers.is_empty() {
         return Ok(None);
     }
@@ -80,7 +80,7 @@ pub(super) fn write(folder: &Path, bytes: &[u8]) -> Result<()> {
         file.write_all(bytes)?;
         file.sync_all()
     };
-    write().map_err(|source| not_written(folder, &source))
+    write().map_err(|source| write_error(folder, &source))
 }
 
 /// Reads and checks the buffer file of a checkpoint's folder.
@@ -116,7 +116,7 @@ fn buffers_in(bytes: &[u8], wrong: impl Fn(String) -> Error) -> Result<Vec<Saved
 /// # Errors
 /// Fails with [`CheckpointError::Unusable`] if a buffer has a different shape, or values that its type in the model
 /// cannot hold, or, with `strict`, if the model or the checkpoint lacks a buffer that the other has.
-pub(super) fn wanted(
+pub(super) fn new_values(
     buffers: &[ModelBuffer],
     elsewhere: Option<&BTreeSet<String>>,
     saved: &[SavedBuffer],
@@ -128,7 +128,7 @@ pub(super) fn wanted(
     let saved_names: BTreeSet<&str> = saved.iter().map(|b| b.name.as_str()).collect();
     let missing = own_names.difference(&saved_names).copied().collect();
     let is_known = |name: &str| own_names.contains(name) || elsewhere.is_some_and(|names| names.contains(name));
-    let unknown = saved.iter().filter(|b| !is_known(&b.name) && !is_needless(&b.name, &b.shape));
+    let unknown = saved.iter().filter(|b| !is_known(&b.name) && !is_dispensable(&b.name, &b.shape));
     let unknown: Vec<&str> = unknown.map(|b| b.name.as_str()).collect();
     for (names, subject) in [(missing, "it lacks"), (unknown, "the model lacks")] {
         if strict && !names.is_empty() {

@@ -145,7 +145,7 @@ pub fn consolidate(
     let out = &absent_or_empty(out)?;
     settings.check(checkpoint)?;
     let description = settings.describe(checkpoint);
-    let folder = AtomicFolder::beside(out).map_err(wrong("create"))?;
+    let folder = AtomicFolder::create_for(out).map_err(wrong("create"))?;
     check_free_space(folder.path(), settings.bytes(checkpoint))?;
     let mut progress = WriteProgress { written: 0, on_progress };
     let params = saved_tensors(checkpoint);

@@ -69,7 +69,7 @@ pub fn list_checkpoints(dir: &Path) -> CheckpointListing {
 #[doc(hidden)]
 pub fn newest_checkpoint(dir: &Path) -> Result<Option<(PathBuf, Manifest)>> {
     let Some(tag) = folder::latest(dir)? else { return Ok(None) };
-    let path = folder::existing(dir, &tag)?;
+    let path = folder::find_tag_folder(dir, &tag)?;
     let manifest = Manifest::read(&path.join(MANIFEST))?;
     Ok(Some((path, manifest)))
 }
@@ -94,7 +94,7 @@ fn islands_in(dir: &Path) -> impl Iterator<Item = (usize, PathBuf)> {
 /// manifest. If the newest checkpoints of several islands are equally new, the island with the lowest number is chosen.
 /// Without local steps, the number is 0.
 #[doc(hidden)]
-pub fn newest_of_islands(dir: &Path) -> Option<(usize, PathBuf, Manifest)> {
+pub fn newest_island_checkpoint(dir: &Path) -> Option<(usize, PathBuf, Manifest)> {
     let newest = |(island, dir): (usize, PathBuf)| {
         let (path, manifest) = newest_checkpoint(&dir).ok().flatten()?;
         Some((island, path, manifest))
@@ -109,7 +109,7 @@ impl CheckpointListing {
     /// Fails if the folder has no checkpoint `tag` or, without `tag`, if there is no `latest` or it cannot be used.
     pub fn choose(self, tag: Option<String>) -> Result<String> {
         if let Some(tag) = tag {
-            return folder::existing(&self.dir, &tag).map(|_| tag);
+            return folder::find_tag_folder(&self.dir, &tag).map(|_| tag);
         }
         let names: Vec<String> = self.tags.into_iter().map(|(tag, _)| tag).collect();
         let problem = match self.latest? {
@@ -128,7 +128,7 @@ pub fn examine(dir: &Path, tag: &str, mut on_progress: Option<&mut dyn FnMut(u64
     let unusable =
         |path, error| CheckpointExamination { path, manifest: None, buffers: Vec::new(), problems: vec![error] };
     // If a job died while it was replacing the checkpoint, the folder has another name.
-    let path = match folder::existing(dir, tag) {
+    let path = match folder::find_tag_folder(dir, tag) {
         Ok(path) => path,
         Err(error) => return unusable(dir.join(tag), error),
     };

@@ -9,9 +9,9 @@
 //! no rank of the receiving host needs. Everything is checked: a block of a rank file is compared with its checksum
 //! before it is sent, and again when the receiver reads it; the file of buffers is checked by the receiver only.
 
-use super::folder::{FETCHED_PREFIX, not_written};
+use super::folder::{FETCHED_PREFIX, write_error};
 use super::locate::{LocatedCheckpoint, files};
-use super::rank_agreement::failed_elsewhere;
+use super::rank_agreement::remote_failure;
 use super::rank_file::RankFileReader;
 use super::rank_file_layout::BLOCK;
 use crate::comm::Communicator;
@@ -108,7 +108,7 @@ pub(super) fn fetch(
     let (hosts, parts) = (&located.hosts, FileParts::new(located));
     let home = hosts.first(comm.rank());
     let mut bits = vec![0u8; parts.starts[parts.files.len()].div_ceil(8)];
-    for (at, part) in parts.iter().filter(|(_, part)| !located.homes[part.file].contains(&home)) {
+    for (at, part) in parts.iter().filter(|(_, part)| !located.hosts_of_files[part.file].contains(&home)) {
         let is_needed = match needed.get(&part.file) {
             Some(blocks) => part.number == 0 || blocks.contains(&(part.number - 1)),
             None => part.file == located.manifest.files.len(),
@@ -122,7 +122,7 @@ pub(super) fn fetch(
     let mut queues: Vec<Vec<FilePart>> = vec![Vec::new(); comm.size()];
     let mut turns = vec![0; comm.size()];
     for (at, part) in parts.iter().filter(|(at, _)| bits_of_ranks.iter().any(|bits| is_set(bits, *at))) {
-        let first = located.homes[part.file][0];
+        let first = located.hosts_of_files[part.file][0];
         let ranks: Vec<usize> = hosts.ranks(first).collect();
         queues[ranks[turns[first] % ranks.len()]].push(part);
         debug_assert!(!is_needed_by(at, first));
@@ -138,7 +138,7 @@ pub(super) fn fetch(
         emit(&format!("checkpoint {tag}: sending {bytes} to hosts that lack {pronoun}"));
     }
     let folder_and_lock = if hosts.makes_folder() { new_folder(dir).map(Some) } else { Ok(None) };
-    let folder_and_lock = agree(comm, folder_and_lock.map_err(|e| not_written(dir, &e)), failed_elsewhere(dir))?;
+    let folder_and_lock = agree(comm, folder_and_lock.map_err(|e| write_error(dir, &e)), remote_failure(dir))?;
     let name = folder_and_lock.as_ref().and_then(|(folder, _)| folder.path().file_name());
     let name = name.map(|name| name.to_string_lossy());
     let names = texts(comm, &name.unwrap_or_default())?;
@@ -171,7 +171,7 @@ pub(super) fn fetch(
             }
         }
     }
-    agree(comm, failure.map_or(Ok(()), Err), failed_elsewhere(&located.path))?;
+    agree(comm, failure.map_or(Ok(()), Err), remote_failure(&located.path))?;
     Ok(Some(fetched))
 }
 
@@ -273,6 +273,6 @@ impl PartWriter<'_> {
             };
             file.write_all_at(bytes, at)
         };
-        write().map_err(|e| not_written(self.folder, &e))
+        write().map_err(|e| write_error(self.folder, &e))
     }
 }

@@ -16,7 +16,7 @@
 
 use super::manifest::{FileEntry, MANIFEST, Manifest};
 use crate::error::{CheckpointError, Error, Result};
-use crate::files::{WRITING, folder_of, new_beside, read_text, sweep, sync_folder};
+use crate::files::{WRITING, folder_of, new_temp_file, read_text, sweep, sync_folder};
 use crate::notice::warn;
 use crate::util::{list, lock};
 use rustix::fs::{CWD, FlockOperation, RenameFlags, flock, renameat_with};
@@ -57,7 +57,7 @@ const LOCK_RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
 pub(super) const MAX_TAG_BYTES: usize = 200;
 
 /// Returns the folder in which `tag` is written before it is complete.
-pub(super) fn saving(dir: &Path, tag: &str) -> PathBuf {
+pub(super) fn unfinished_path(dir: &Path, tag: &str) -> PathBuf {
     dir.join(format!("{SAVING_PREFIX}{tag}"))
 }
 
@@ -79,14 +79,14 @@ pub(super) fn check_tag(dir: &Path, tag: &str) -> Result<()> {
 /// Creates an empty folder for `tag`. No other process clears the folder as long as the returned file is open.
 /// Leftovers of unfinished saves are removed.
 pub(super) fn begin(dir: &Path, tag: &str) -> Result<File> {
-    let (path, from) = (dir.join(tag), saving(dir, tag));
+    let (path, from) = (dir.join(tag), unfinished_path(dir, tag));
     if path.symlink_metadata().is_ok() && !is_tag(&path) {
         let problem = "it exists but is not a checkpoint, so it is not replaced; give another tag or folder".into();
         return Err(CheckpointError::Unusable { path, problem }.into());
     }
     check_latest(dir)?;
     let start = Instant::now();
-    create_all(dir).and_then(|()| clear(dir)).map_err(|e| not_written(dir, &e))?;
+    create_all(dir).and_then(|()| clear(dir)).map_err(|e| write_error(dir, &e))?;
     while from.exists() {
         if start.elapsed() > LOCK_RELEASE_TIMEOUT {
             let problem =
@@ -94,10 +94,10 @@ pub(super) fn begin(dir: &Path, tag: &str) -> Result<File> {
             return Err(CheckpointError::Unusable { path: dir.to_owned(), problem }.into());
         }
         std::thread::sleep(Duration::from_millis(10));
-        clear(dir).map_err(|e| not_written(dir, &e))?;
+        clear(dir).map_err(|e| write_error(dir, &e))?;
     }
-    let lock = std::fs::create_dir(&from).and_then(|()| File::open(&from)).map_err(|e| not_written(dir, &e))?;
-    record_owner(&from, try_lock(&lock)).map_err(|e| not_written(&from, &e))?;
+    let lock = std::fs::create_dir(&from).and_then(|()| File::open(&from)).map_err(|e| write_error(dir, &e))?;
+    record_owner(&from, try_lock(&lock)).map_err(|e| write_error(&from, &e))?;
     Ok(lock)
 }
 
@@ -126,7 +126,7 @@ fn clear(dir: &Path) -> IoResult<()> {
 /// # Errors
 /// Fails with [`CheckpointError::Unusable`] if something cannot be removed.
 pub(super) fn remove_leftovers(dir: &Path) -> Result<()> {
-    clear(dir).map_err(|e| not_written(dir, &e))
+    clear(dir).map_err(|e| write_error(dir, &e))
 }
 
 /// Clears `dir` of leftovers, with `try_lock` as the function that tries to lock a path.
@@ -276,7 +276,7 @@ pub(super) fn create_all(dir: &Path) -> IoResult<()> {
 }
 
 /// Returns the error of a save that could not write to `path`.
-pub(super) fn not_written(path: &Path, source: &std::io::Error) -> Error {
+pub(super) fn write_error(path: &Path, source: &std::io::Error) -> Error {
     let fix = match source.kind() {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => "free space there, or save elsewhere",
         _ => "correct this, or save elsewhere",
@@ -298,17 +298,17 @@ pub(super) fn prepare(dir: &Path, tag: &str, manifest: &str, is_latest: bool) ->
     if let Err(problem) = Manifest::check_length(manifest).and_then(|()| Manifest::parse(manifest)) {
         let problem =
             format!("it could not be loaded again: {problem}; use a client_state that is small and plain JSON");
-        return Err(CheckpointError::Unusable { path: saving(dir, tag), problem }.into());
+        return Err(CheckpointError::Unusable { path: unfinished_path(dir, tag), problem }.into());
     }
     let write = || {
-        let from = saving(dir, tag);
+        let from = unfinished_path(dir, tag);
         let mut file = File::create_new(from.join(MANIFEST))?;
         file.write_all(manifest.as_bytes())?;
         file.sync_all()?;
         sync_folder(&from)?;
         if is_latest { new_latest(dir, tag).map(Some) } else { Ok(None) }
     };
-    let latest = write().map_err(|e| not_written(dir, &e))?;
+    let latest = write().map_err(|e| write_error(dir, &e))?;
     Ok(PreparedCheckpoint { dir: dir.to_owned(), tag: tag.to_owned(), latest })
 }
 
@@ -316,12 +316,12 @@ impl PreparedCheckpoint {
     /// Renames the checkpoint to its final name. An existing checkpoint of that name is replaced, atomically if the
     /// file system can exchange names.
     pub fn publish(self) -> Result<()> {
-        give_final_name(&self.dir, &self.tag, self.latest).map_err(|e| not_written(&self.dir, &e))
+        give_final_name(&self.dir, &self.tag, self.latest).map_err(|e| write_error(&self.dir, &e))
     }
 }
 
 fn give_final_name(dir: &Path, tag: &str, latest: Option<NamedTempFile>) -> IoResult<()> {
-    let (from, to) = (saving(dir, tag), dir.join(tag));
+    let (from, to) = (unfinished_path(dir, tag), dir.join(tag));
     if !to.exists() {
         std::fs::rename(&from, &to)?;
     } else if renameat_with(CWD, &from, CWD, &to, RenameFlags::EXCHANGE).is_ok() {
@@ -346,7 +346,7 @@ fn give_final_name(dir: &Path, tag: &str, latest: Option<NamedTempFile>) -> IoRe
 
 /// Creates the file that will become `latest`; no other process removes it.
 fn new_latest(dir: &Path, tag: &str) -> IoResult<NamedTempFile> {
-    let mut file = new_beside(dir, NEW_LATEST_PREFIX)?;
+    let mut file = new_temp_file(dir, NEW_LATEST_PREFIX)?;
     _ = flock(file.as_file(), FlockOperation::NonBlockingLockExclusive);
     file.write_all(tag.as_bytes())?;
     file.as_file().sync_all()?;
@@ -357,7 +357,7 @@ fn new_latest(dir: &Path, tag: &str) -> IoResult<NamedTempFile> {
 /// Replaces the checkpoint that has this name, on a file system that cannot exchange names. Between the two renames,
 /// the old checkpoint is found under a separate name.
 fn replace(dir: &Path, tag: &str) -> IoResult<()> {
-    let (from, to, replaced) = (saving(dir, tag), dir.join(tag), dir.join(format!("{REPLACED_PREFIX}{tag}")));
+    let (from, to, replaced) = (unfinished_path(dir, tag), dir.join(tag), dir.join(format!("{REPLACED_PREFIX}{tag}")));
     let guard = File::open(&to)?;
     _ = flock(&guard, FlockOperation::NonBlockingLockExclusive);
     if replaced.exists() {
@@ -370,9 +370,9 @@ fn replace(dir: &Path, tag: &str) -> IoResult<()> {
 }
 
 /// Removes the files that a failed save wrote.
-pub(super) fn give_up(dir: &Path, tag: &str) {
+pub(super) fn discard_save(dir: &Path, tag: &str) {
     // The save's own error is reported. The next save removes what remains.
-    let _ = std::fs::remove_dir_all(saving(dir, tag));
+    let _ = std::fs::remove_dir_all(unfinished_path(dir, tag));
 }
 
 /// Removes all complete checkpoints that were saved without a tag, except the `keep` newest, `saved`, and the one that
@@ -407,9 +407,9 @@ pub(super) fn keep_newest(dir: &Path, keep: usize, saved: &str) -> Result<()> {
     let old: Vec<&String> = newest.into_iter().skip(keep).map(|(tag, _)| tag).filter(|tag| !is_kept(tag)).collect();
     let remove = || {
         // The checkpoint is incomplete from here on, so it must not have its final name.
-        old.iter().try_for_each(|tag| std::fs::rename(dir.join(tag), saving(dir, tag)))?;
+        old.iter().try_for_each(|tag| std::fs::rename(dir.join(tag), unfinished_path(dir, tag)))?;
         sync_folder(dir)?;
-        old.iter().try_for_each(|tag| std::fs::remove_dir_all(saving(dir, tag)))
+        old.iter().try_for_each(|tag| std::fs::remove_dir_all(unfinished_path(dir, tag)))
     };
     remove().map_err(|source| Error::Io { action: "remove old checkpoints from", path: dir.to_owned(), source })
 }
@@ -449,7 +449,7 @@ fn list_checkpoints(dir: &Path) -> String {
 }
 
 /// Returns an error if `dir`, which has no `latest`, contains checkpoints: it is unknown which one is meant.
-pub(super) fn without_latest(dir: &Path) -> Result<()> {
+pub(super) fn check_no_checkpoints(dir: &Path) -> Result<()> {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     // Checkpoints that have lost their manifest count too: a run that should resume must not silently start from
     // scratch.
@@ -465,7 +465,7 @@ pub(super) fn without_latest(dir: &Path) -> Result<()> {
 }
 
 /// Returns the folder of `tag`, which must exist.
-pub(super) fn existing(dir: &Path, tag: &str) -> Result<PathBuf> {
+pub(super) fn find_tag_folder(dir: &Path, tag: &str) -> Result<PathBuf> {
     check_tag(dir, tag)?;
     let path = dir.join(tag);
     // The second path is left by a job that died while it was replacing the checkpoint.

@@ -39,7 +39,7 @@ pub fn import(
     let buffers = buffers(from, dir)?;
     manifest.buffers = buffers.as_deref().map(buffers::entry);
     let _lock = folder::begin(dir, tag)?;
-    let saving = folder::saving(dir, tag);
+    let saving = folder::unfinished_path(dir, tag);
     let write_result = buffers.map_or(Ok(()), |bytes| buffers::write(&saving, &bytes));
     let write_result = write_result.and_then(|()| write(from, &saving, &manifest, &states, &mut on_progress));
     let result = write_result.and_then(|file| {
@@ -47,7 +47,7 @@ pub fn import(
         folder::prepare(dir, &manifest.tag, &manifest.to_text(), true)?.publish()?;
         Ok(path)
     });
-    result.inspect_err(|_| folder::give_up(dir, tag))
+    result.inspect_err(|_| folder::discard_save(dir, tag))
 }
 
 /// Returns the folder that [`import`] writes for checkpoint `tag` in `dir`.
@@ -74,7 +74,7 @@ fn buffers(from: &DeepSpeedCheckpoint, dir: &Path) -> Result<Option<Vec<u8>>> {
         let bytes = from.read_buffer(index)?;
         Ok(SavedBuffer { name: buffer.name.clone(), shape: buffer.shape.clone(), dtype: buffer.dtype, bytes })
     });
-    buffers::file_of(&saved.collect::<Result<Vec<_>>>()?, dir)
+    buffers::to_file_bytes(&saved.collect::<Result<Vec<_>>>()?, dir)
 }
 
 fn write(
@@ -84,7 +84,7 @@ fn write(
     states: &[DeepSpeedStateKind],
     on_progress: &mut impl FnMut(u64, u64),
 ) -> Result<super::FileEntry> {
-    let io = |source| folder::not_written(folder, &source);
+    let io = |source| folder::write_error(folder, &source);
     let layout = manifest.layout();
     let (mut done, total) = (0, layout.bytes(0));
     let names: Vec<&str> = manifest.parameters.iter().map(|p| p.name.as_str()).collect();

@@ -53,18 +53,18 @@ impl LockedFolders {
             return Err(CheckpointError::Unusable { path: dir.to_owned(), problem }.into());
         }
         folder::check_latest(dir)?;
-        folder::create_all(dir).map_err(|e| folder::not_written(dir, &e))?;
-        let canonical_dir = dir.canonicalize().map_err(|e| folder::not_written(dir, &e))?;
+        folder::create_all(dir).map_err(|e| folder::write_error(dir, &e))?;
+        let canonical_dir = dir.canonicalize().map_err(|e| folder::write_error(dir, &e))?;
         // A folder that was removed in the meantime is locked again after it is recreated.
-        if self.0.iter().any(|(locked, lock)| *locked == canonical_dir && lock.is_of(&canonical_dir)) {
+        if self.0.iter().any(|(locked, lock)| *locked == canonical_dir && lock.locks(&canonical_dir)) {
             return Ok(());
         }
-        let wrong = |e: std::io::Error| folder::not_written(&dir.join(LOCK), &e);
-        let lock = match FolderLock::share(&canonical_dir, LOCK_RELEASE_TIMEOUT).map_err(wrong)? {
+        let wrong = |e: std::io::Error| folder::write_error(&dir.join(LOCK), &e);
+        let lock = match FolderLock::acquire_for_process(&canonical_dir, LOCK_RELEASE_TIMEOUT).map_err(wrong)? {
             Ok(lock) => lock,
             Err(owner) => return Err(Error::from(CheckpointError::Busy { path: dir.to_owned(), owner })),
         };
-        if !lock.holds() {
+        if !lock.is_effective() {
             emit(&format!(
                 "{} is on a file system without locks: nothing prevents another job from saving there too",
                 dir.display()
@@ -77,5 +77,5 @@ impl LockedFolders {
 
 /// Checks that this rank can create files in the existing folder `dir`, by creating an unnamed one.
 pub(super) fn try_to_write(dir: &Path) -> Result<()> {
-    tempfile::tempfile_in(dir).map(drop).map_err(|e| folder::not_written(dir, &e))
+    tempfile::tempfile_in(dir).map(drop).map_err(|e| folder::write_error(dir, &e))
 }

@@ -7,7 +7,7 @@ use super::folder;
 use super::lineage::LastCheckpoint;
 use super::locate::{LocatedCheckpoint, locate};
 use super::manifest::{MANIFEST, Manifest};
-use super::rank_agreement::{failed_elsewhere, same_on_all_ranks};
+use super::rank_agreement::{remote_failure, same_on_all_ranks};
 use super::rank_file::RankFileReader;
 use super::rank_file_layout::RankFileOffsets;
 use crate::comm::Communicator;
@@ -90,10 +90,10 @@ impl Checkpoint {
             Some(tag) => tag.to_owned(),
             None => match folder::latest(dir)? {
                 Some(tag) => tag,
-                None => return folder::without_latest(dir).map(|()| None),
+                None => return folder::check_no_checkpoints(dir).map(|()| None),
             },
         };
-        let path = folder::existing(dir, &tag)?;
+        let path = folder::find_tag_folder(dir, &tag)?;
         let manifest = Manifest::read(&path.join(MANIFEST))?;
         let files = (0..manifest.world_size).map(|rank| open_file(&path, &manifest, rank)).collect::<Result<_>>()?;
         let buffers = manifest.buffers.as_ref().map_or(Ok(Vec::new()), |entry| buffers::read(&path, entry))?;
@@ -115,9 +115,9 @@ impl Checkpoint {
         needed: impl Iterator<Item = usize>,
         rank: usize,
     ) -> Result<Self> {
-        let LocatedCheckpoint { path, manifest, hosts, homes } = located;
+        let LocatedCheckpoint { path, manifest, hosts, hosts_of_files } = located;
         let folder = |file: usize| match &fetched {
-            Some(fetched) if !homes[file].contains(&hosts.first(rank)) => fetched.path(),
+            Some(fetched) if !hosts_of_files[file].contains(&hosts.first(rank)) => fetched.path(),
             _ => &path,
         };
         let files = needed.map(|rank| open_file(folder(rank), &manifest, rank)).collect::<Result<_>>()?;
@@ -231,7 +231,7 @@ struct NeededElements {
 /// read: loading the checkpoint then reports why.
 pub(crate) fn peek(dir: &Path, tag: Option<&str>) -> Option<Manifest> {
     let tag = tag.map_or_else(|| folder::latest(dir).ok().flatten(), |tag| Some(tag.to_owned()))?;
-    Manifest::read(&folder::existing(dir, &tag).ok()?.join(MANIFEST)).ok()
+    Manifest::read(&folder::find_tag_folder(dir, &tag).ok()?.join(MANIFEST)).ok()
 }
 
 /// Loads checkpoint `tag` in folder `dir`, or the one that `latest` names, into `core`, this rank's state. Everything
@@ -263,9 +263,9 @@ pub(crate) fn load(
     let (model_buffers, strict) = (core.buffers().list(), options.load_module_strict);
     let checked = checkpoint.check(&blocks(&checkpoint.offsets, &elements));
     let elsewhere = core.pipeline().map(|position| &position.all_buffers);
-    let buffers =
-        checked.and_then(|()| buffers::wanted(model_buffers, elsewhere, &checkpoint.buffers, strict, &checkpoint.path));
-    let buffers = agree(comm, buffers, failed_elsewhere(&checkpoint.path))?;
+    let buffers = checked
+        .and_then(|()| buffers::new_values(model_buffers, elsewhere, &checkpoint.buffers, strict, &checkpoint.path));
+    let buffers = agree(comm, buffers, remote_failure(&checkpoint.path))?;
     set_all(core, &checkpoint, &elements)?;
     buffers.iter().try_for_each(|(number, bytes)| core.buffers().list()[*number].set(bytes))?;
     if options.load_optimizer_states && !options.load_module_only {
@@ -282,15 +282,14 @@ fn open(
     tag: Option<&str>,
     find_needed: impl FnOnce(&Path, &Manifest) -> Result<Vec<NeededElements>>,
 ) -> Result<Option<(Checkpoint, Vec<NeededElements>)>, JointOperationFailure> {
-    let opened = agree(comm, Checkpoint::open(dir, tag), failed_elsewhere(dir))?;
+    let opened = agree(comm, Checkpoint::open(dir, tag), remote_failure(dir))?;
     let found = opened.as_ref().map_or_else(String::new, |c| {
         let checksum = XxHash3_64::oneshot(c.manifest.to_text().as_bytes());
         format!("{} with a manifest of checksum {checksum:016x}", c.path.display())
     });
     same_on_all_ranks(comm, "checkpoints", &found, dir)?;
     let Some(checkpoint) = opened else { return Ok(None) };
-    let elements =
-        agree(comm, find_needed(&checkpoint.path, &checkpoint.manifest), failed_elsewhere(&checkpoint.path))?;
+    let elements = agree(comm, find_needed(&checkpoint.path, &checkpoint.manifest), remote_failure(&checkpoint.path))?;
     Ok(Some((checkpoint, elements)))
 }
 
@@ -304,11 +303,11 @@ fn open_on_hosts(
 ) -> Result<Option<(Checkpoint, Vec<NeededElements>)>, JointOperationFailure> {
     let Some(located) = locate(comm, dir, tag)? else { return Ok(None) };
     let path = located.path.clone();
-    let elements = agree(comm, find_needed(&path, &located.manifest), failed_elsewhere(&path))?;
+    let elements = agree(comm, find_needed(&path, &located.manifest), remote_failure(&path))?;
     let needed = blocks(&RankFileOffsets::new(located.manifest.layout()), &elements);
     let fetched = fetch(comm, dir, &located, &needed)?;
     let checkpoint = Checkpoint::open_located(located, fetched, needed.into_keys(), comm.rank());
-    let checkpoint = agree(comm, checkpoint, failed_elsewhere(&path))?;
+    let checkpoint = agree(comm, checkpoint, remote_failure(&path))?;
     Ok(Some((checkpoint, elements)))
 }
 
@@ -390,7 +389,7 @@ fn needed_elements(
             let len =
                 found.state_lens.get(name).map_or(found.numel(), |len| usize::try_from(*len).unwrap_or(usize::MAX));
             let own_len = match kind {
-                ParamStateKind::Factored(_) => core.held(kind, param).len(),
+                ParamStateKind::Factored(_) => core.held_range(kind, param).len(),
                 _ => parameter.numel,
             };
             if len != own_len {
@@ -403,8 +402,8 @@ fn needed_elements(
                 )));
             }
             // If this rank keeps all elements of a parameter, it reads them from the files, not from other ranks.
-            let reads_all = kind == ParamStateKind::Weights && core.keeps_whole(param);
-            let range = if reads_all { 0..parameter.numel } else { core.held(kind, param) };
+            let reads_all = kind == ParamStateKind::Weights && core.keeps_all_elements(param);
+            let range = if reads_all { 0..parameter.numel } else { core.held_range(kind, param) };
             elements.push(NeededElements { state, saved, kind, param, range });
         }
     }
@@ -416,11 +415,11 @@ fn set_all(core: &RankCore, checkpoint: &Checkpoint, elements: &[NeededElements]
     // Parameters that were gathered by a forward pass without a backward pass will be outdated.
     core.release_all()?;
     for NeededElements { state, saved, kind, param, range } in elements {
-        let dtype = if *kind == ParamStateKind::Weights { core.rounds_loaded_weights_to() } else { DType::F32 };
+        let dtype = if *kind == ParamStateKind::Weights { core.loaded_weight_dtype() } else { DType::F32 };
         let values = |part| checkpoint.read(*state, *saved, part).map(|values| Flat::from_f32(values, dtype));
-        if *kind == ParamStateKind::Weights && core.keeps_whole(*param) {
-            core.write_whole(*param, values)?;
-            core.write_state(*kind, *param, core.owned(*param), values)?;
+        if *kind == ParamStateKind::Weights && core.keeps_all_elements(*param) {
+            core.write_all_elements(*param, values)?;
+            core.write_state(*kind, *param, core.owned_range(*param), values)?;
         } else {
             core.write_state(*kind, *param, range.clone(), values)?;
         }
@@ -439,7 +438,7 @@ fn trained_since(name: &str, state: &str) -> String {
 /// Continues stochastic rounding with the seed of the saved run.
 fn resume_rounding(core: &RankCore, checkpoint: &Checkpoint) {
     let Some(seed) = checkpoint.manifest.rounding_seed else { return };
-    core.go_on_rounding(seed);
+    core.set_rounding_seed(seed);
     if core.rounding_seed().is_none() && core.job().rank() == 0 {
         emit(&format!(
             "checkpoint {}: its states were rounded stochastically and are rounded to nearest from now on; to continue \

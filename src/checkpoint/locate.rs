@@ -13,7 +13,7 @@
 
 use super::folder;
 use super::manifest::{MANIFEST, Manifest};
-use super::rank_agreement::failed_elsewhere;
+use super::rank_agreement::remote_failure;
 use super::ranks_by_folder::RanksByFolder;
 use crate::comm::Communicator;
 use crate::comm::agree::{JointOperationFailure, agree, texts};
@@ -33,7 +33,7 @@ pub(super) struct LocatedCheckpoint {
     pub manifest: Manifest,
     pub hosts: RanksByFolder,
     /// For each file of [`files`], the hosts that have it, by their first ranks.
-    pub homes: Vec<Vec<usize>>,
+    pub hosts_of_files: Vec<Vec<usize>>,
 }
 
 /// The parts of a tag that a host has.
@@ -74,14 +74,14 @@ pub(super) fn locate(
         (true, None) => folder::latest(dir),
         (_, tag) => tag.map_or(Ok(None), |tag| folder::check_tag(dir, tag).map(|()| Some(tag.to_owned()))),
     };
-    let named_tag = agree(comm, named_tag, failed_elsewhere(dir))?.unwrap_or_default();
+    let named_tag = agree(comm, named_tag, remote_failure(dir))?.unwrap_or_default();
     let named_tags = texts(comm, if reads_folder { &named_tag } else { "" })?;
     let mut tags: Vec<&str> = named_tags.iter().map(String::as_str).filter(|tag| !tag.is_empty()).collect();
     tags.sort_unstable();
     tags.dedup();
     if tags.is_empty() {
-        let none = if reads_folder { folder::without_latest(dir) } else { Ok(()) };
-        return agree(comm, none, failed_elsewhere(dir)).map(|()| None);
+        let none = if reads_folder { folder::check_no_checkpoints(dir) } else { Ok(()) };
+        return agree(comm, none, remote_failure(dir)).map(|()| None);
     }
     let host_files: Vec<_> =
         if reads_folder { tags.iter().map(|tag| host_tag_files(dir, tag)).collect() } else { Vec::new() };
@@ -102,27 +102,28 @@ pub(super) fn locate(
     let chosen = choose(&by_tag, all_hosts_name_tags, &|first| host_with_ranks(&hosts, &names, first));
     let wrong =
         |path: PathBuf, problem| JointOperationFailure::InStep(CheckpointError::Unusable { path, problem }.into());
-    let ChosenTag { tag, checksum, homes, notes } = chosen.map_err(|(tag, problem)| wrong(dir.join(tag), problem))?;
+    let ChosenTag { tag, checksum, hosts_of_files, notes } =
+        chosen.map_err(|(tag, problem)| wrong(dir.join(tag), problem))?;
     if comm.rank() == 0 {
         notes.iter().for_each(|note| warn(&format!("warning: {note}; {tag} is loaded")));
     }
     // A host without the tag also needs the manifest, and all ranks must use the same one.
     let has_manifest = |first: &usize| matches!(&by_tag[tag][first], Ok(files) if files.checksum == checksum);
-    let path = folder::existing(dir, tag).unwrap_or_else(|_| dir.join(tag));
+    let path = folder::find_tag_folder(dir, tag).unwrap_or_else(|_| dir.join(tag));
     let sender = hosts.all().find(has_manifest).unwrap_or_else(|| unreachable!("a host has the manifest"));
     let read = if comm.rank() == sender {
         Manifest::read(&path.join(MANIFEST)).map(|m| m.to_text())
     } else {
         Ok(String::new())
     };
-    let text = texts(comm, &agree(comm, read, failed_elsewhere(&path))?)?.swap_remove(sender);
+    let text = texts(comm, &agree(comm, read, remote_failure(&path))?)?.swap_remove(sender);
     let manifest = Manifest::parse(&text).map_err(|problem| wrong(path.join(MANIFEST), problem))?;
-    Ok(Some(LocatedCheckpoint { path, manifest, hosts, homes }))
+    Ok(Some(LocatedCheckpoint { path, manifest, hosts, hosts_of_files }))
 }
 
 /// Returns the parts of a tag that this host has.
 fn host_tag_files(dir: &Path, tag: &str) -> std::result::Result<HostTagFiles, String> {
-    let path = match folder::existing(dir, tag) {
+    let path = match folder::find_tag_folder(dir, tag) {
         Ok(path) => path,
         Err(_) => return Err(format!("has no {}", dir.join(tag).display())),
     };
@@ -144,7 +145,7 @@ fn host_tag_files(dir: &Path, tag: &str) -> std::result::Result<HostTagFiles, St
 struct ChosenTag<'a> {
     tag: &'a str,
     checksum: String,
-    homes: Vec<Vec<usize>>,
+    hosts_of_files: Vec<Vec<usize>>,
     /// The reasons why newer tags were passed over.
     notes: Vec<String>,
 }
@@ -162,7 +163,7 @@ fn choose<'a>(
     let mut first_problem = None;
     for (tag, by_host) in tags {
         let problem = match find_complete(by_host, name) {
-            Ok((checksum, homes)) => return Ok(ChosenTag { tag, checksum, homes, notes }),
+            Ok((checksum, hosts_of_files)) => return Ok(ChosenTag { tag, checksum, hosts_of_files, notes }),
             Err(problem) => problem,
         };
         notes.push(format!("checkpoint {tag} is incomplete and is skipped: {problem}"));
@@ -189,9 +190,10 @@ fn find_complete(
     for candidate in by_host.values().flatten() {
         let matching = by_host.iter().filter_map(|(first, found)| Some((*first, found.as_ref().ok()?)));
         let matching: Vec<_> = matching.filter(|(_, found)| found.checksum == candidate.checksum).collect();
-        let homes = |file: usize| matching.iter().filter(|(_, f)| f.is_here[file]).map(|(first, _)| *first).collect();
-        let homes: Vec<Vec<usize>> = (0..candidate.files.len()).map(homes).collect();
-        let missing = candidate.files.iter().zip(&homes).filter(|(_, homes)| homes.is_empty());
+        let hosts_of_file =
+            |file: usize| matching.iter().filter(|(_, f)| f.is_here[file]).map(|(first, _)| *first).collect();
+        let hosts_of_files: Vec<Vec<usize>> = (0..candidate.files.len()).map(hosts_of_file).collect();
+        let missing = candidate.files.iter().zip(&hosts_of_files).filter(|(_, hosts)| hosts.is_empty());
         let missing: Vec<String> = missing
             .map(|((file, host), _)| match host {
                 Some(host) => format!("{file} (written on host {host})"),
@@ -199,7 +201,7 @@ fn find_complete(
             })
             .collect();
         if missing.is_empty() {
-            return Ok((candidate.checksum.clone(), homes));
+            return Ok((candidate.checksum.clone(), hosts_of_files));
         }
         problem.get_or_insert(missing);
     }

@@ -3,7 +3,7 @@
 use super::rank_file_layout::{BLOCK, PAGE, RankFileLayout};
 use crate::error::{CheckpointError, Error, Result};
 use crate::files::read_text;
-use crate::layout::{ExpertPlace, ShardCut};
+use crate::layout::{ExpertPlacement, ShardCut};
 use crate::util::counted;
 use crate::zero::share::state_access::WEIGHTS;
 use serde::{Deserialize, Serialize};
@@ -222,7 +222,7 @@ impl Parameter {
         ShardCut {
             numel: self.numel(),
             block: usize::try_from(self.block).unwrap_or(usize::MAX).max(1),
-            expert: self.expert.map(|[position, size]| ExpertPlace { position, size }),
+            expert: self.expert.map(|[position, size]| ExpertPlacement { position, size }),
         }
     }
 

@@ -47,7 +47,7 @@ pub use consolidate::{ConsolidateSettings, Consolidated, ConsolidatedDtype, cons
 #[doc(hidden)]
 pub use examine::{
     CheckpointExamination, CheckpointListing, examine, has_checkpoints, list_checkpoints, newest_checkpoint,
-    newest_of_islands, split_tag,
+    newest_island_checkpoint, split_tag,
 };
 pub use import_deepspeed::import;
 #[doc(hidden)]
@@ -56,7 +56,7 @@ pub(crate) use lineage::{LastCheckpoint, LockedFolders};
 pub use load::{Checkpoint, LoadOptions, LoadedCheckpoint};
 pub(crate) use load::{load, peek, set_counts};
 pub use manifest::{BufferFile, FileEntry, IslandProgress, Manifest, Parameter};
-pub(crate) use rank_agreement::failed_elsewhere;
+pub(crate) use rank_agreement::remote_failure;
 #[doc(hidden)]
 pub use safetensors_writer::{TensorEntry, create, write_json, write_model_files};
 pub use save::SaveOptions;

@@ -7,7 +7,7 @@ use std::path::Path;
 
 /// Returns a function that, given the number of the rank that failed, creates the error about `path` for the ranks that
 /// succeeded.
-pub(crate) fn failed_elsewhere(path: &Path) -> impl FnOnce(usize) -> Error {
+pub(crate) fn remote_failure(path: &Path) -> impl FnOnce(usize) -> Error {
     let path = path.to_owned();
     move |rank| Error::from(CheckpointError::Unusable { path, problem: rank_failed(rank) })
 }

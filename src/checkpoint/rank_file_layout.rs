@@ -122,7 +122,7 @@ impl RankFileOffsets {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::layout::ExpertPlace;
+    use crate::layout::ExpertPlacement;
     use proptest::prelude::*;
 
     proptest! {
@@ -136,7 +136,7 @@ mod tests {
             let states: Vec<Vec<bool>> = has.iter().map(|has| has[..numels.len()].to_vec()).collect();
             let cuts = numels.iter().map(|(numel, block, position)| {
                 let size = if pieces % 2 == 0 { 2 } else { 1 };
-                let expert = (position % 2 == 0).then(|| ExpertPlace { position: numel % size, size });
+                let expert = (position % 2 == 0).then(|| ExpertPlacement { position: numel % size, size });
                 ShardCut { numel: *numel, block: *block, expert }
             }).collect();
             let positions = numels.iter().map(|(_, _, position)| position % pipeline_ranks).collect();

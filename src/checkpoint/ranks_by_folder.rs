@@ -2,12 +2,12 @@
 //!
 //! Hosts that share a folder despite that setting save into it together, whatever its path is on each of them.
 
-use super::folder::{VISIBILITY_PREFIX, create_all, not_written};
-use super::rank_agreement::{failed_elsewhere, same_on_all_ranks};
+use super::folder::{VISIBILITY_PREFIX, create_all, write_error};
+use super::rank_agreement::{remote_failure, same_on_all_ranks};
 use crate::comm::Communicator;
 use crate::comm::agree::{JointOperationFailure, agree, gather_u64, texts};
 use crate::error::{CheckpointError, Result};
-use crate::files::new_beside;
+use crate::files::new_temp_file;
 use crate::util::fnv1a;
 use rustix::fs::{FlockOperation, flock};
 use std::path::Path;
@@ -35,10 +35,10 @@ impl RanksByFolder {
         }
         let hosts = Self::by_neighbours(comm, dir)?;
         let marker = match hosts.makes_folder() && hosts.are_several() {
-            true => marker(dir).map(Some).map_err(|e| not_written(dir, &e)),
+            true => marker(dir).map(Some).map_err(|e| write_error(dir, &e)),
             false => Ok(None),
         };
-        let marker = agree(comm, marker, failed_elsewhere(dir))?;
+        let marker = agree(comm, marker, remote_failure(dir))?;
         let name = |marker: &NamedTempFile| marker.path().file_name().map(|name| name.to_string_lossy().into_owned());
         let names = texts(comm, &marker.as_ref().and_then(name).unwrap_or_default())?;
         let is_seen = |rank: &usize| !names[*rank].is_empty() && dir.join(&names[*rank]).exists();
@@ -101,7 +101,7 @@ impl RanksByFolder {
 /// Creates a file in `dir` that no other save removes. It is removed when the returned value is dropped.
 fn marker(dir: &Path) -> std::io::Result<NamedTempFile> {
     create_all(dir)?;
-    let marker = new_beside(dir, VISIBILITY_PREFIX)?;
+    let marker = new_temp_file(dir, VISIBILITY_PREFIX)?;
     _ = flock(marker.as_file(), FlockOperation::NonBlockingLockExclusive);
     Ok(marker)
 }

@@ -17,7 +17,7 @@ use super::manifest::{
     EXPERT_VERSION, FACTORED_VERSION, FORMAT, FileEntry, Manifest, PIPELINE_VERSION, Parameter, VERSION, automatic_tag,
     file_name,
 };
-use super::rank_agreement::{failed_elsewhere, same_on_all_ranks};
+use super::rank_agreement::{remote_failure, same_on_all_ranks};
 use super::rank_file::RankFileWriter;
 use super::rank_file_layout::RankFileLayout;
 use super::ranks_by_folder::RanksByFolder;
@@ -103,7 +103,7 @@ impl IslandOfJob {
             Err(out_of_step) => return Err(out_of_step),
             Ok(own) => Ok(own),
         };
-        agree(&**job, own, failed_elsewhere(dir))
+        agree(&**job, own, remote_failure(dir))
     }
 }
 
@@ -242,11 +242,12 @@ impl SaveJob {
         let Self { core, request, writing, hosts, lock: _lock } = self;
         let SaveRequest { dir, manifest, options, shows_statistics, upload_to, island, .. } = request;
         let island = island.as_ref();
-        let _span = timeline::span(timeline::EventCategory::Checkpoint, "end save").of(|| manifest.tag.clone());
+        let _span =
+            timeline::span(timeline::EventCategory::Checkpoint, "end save").with_subject(|| manifest.tag.clone());
         let (comm, is_first) = (core.job(), core.job().rank() == 0);
-        let give_up = |failure: &JointOperationFailure| {
+        let discard_save = |failure: &JointOperationFailure| {
             if let (true, JointOperationFailure::InStep(_)) = (hosts.makes_folder(), failure) {
-                folder::give_up(&dir, &manifest.tag);
+                folder::discard_save(&dir, &manifest.tag);
             }
         };
         let written = match writing {
@@ -256,8 +257,8 @@ impl SaveJob {
                 Err(CheckpointError::Unusable { path: dir.clone(), problem }.into())
             }),
         };
-        let own = agree(comm, written, failed_elsewhere(&dir));
-        let own = IslandOfJob::agree(own, island, &dir).inspect_err(give_up)?;
+        let own = agree(comm, written, remote_failure(&dir));
+        let own = IslandOfJob::agree(own, island, &dir).inspect_err(discard_save)?;
         let (files, seconds) = gather_entries(&core, own, &hosts)?;
         let manifest = Manifest { files, ..manifest.clone() };
         // All folders get the manifest of rank 0.
@@ -268,19 +269,19 @@ impl SaveJob {
         };
         let prepare = || folder::prepare(&dir, &manifest.tag, &text, options.save_latest);
         let prepared = hosts.makes_folder().then(prepare).transpose();
-        let prepared = agree(comm, prepared, failed_elsewhere(&dir));
-        let prepared = IslandOfJob::agree(prepared, island, &dir).inspect_err(give_up)?;
+        let prepared = agree(comm, prepared, remote_failure(&dir));
+        let prepared = IslandOfJob::agree(prepared, island, &dir).inspect_err(discard_save)?;
         let publish = || prepared.map_or(Ok(()), |prepared| publish(prepared, &dir, &manifest.tag, &options));
         // Whatever `latest` names on island 0 exists on all islands.
         let published = match island {
             None => publish(),
             Some(IslandOfJob { number: 0, .. }) => {
-                IslandOfJob::agree(Ok(()), island, &dir).inspect_err(give_up)?;
+                IslandOfJob::agree(Ok(()), island, &dir).inspect_err(discard_save)?;
                 publish()
             }
             Some(_) => {
                 let published = publish();
-                let published = agree(comm, published, failed_elsewhere(&dir));
+                let published = agree(comm, published, remote_failure(&dir));
                 IslandOfJob::agree(published, island, &dir)?;
                 Ok(())
             }
@@ -290,7 +291,7 @@ impl SaveJob {
             let rate = bytes as f64 / seconds.max(1e-9) / 1e6;
             emit(&format!("checkpoint {}: {bytes} bytes written in {seconds:.3} s, {rate:.0} MB/s", manifest.tag));
         }
-        let published = agree(comm, published, failed_elsewhere(&dir));
+        let published = agree(comm, published, remote_failure(&dir));
         IslandOfJob::agree(published, island, &dir)?;
         let (folder, rank, piece) = (dir.join(&manifest.tag), comm.rank(), core.file_index());
         let upload = upload_to.map(|url| UploadRequest { url, folder, rank, piece, is_latest: options.save_latest });
@@ -314,8 +315,8 @@ pub(crate) fn check_dir(
         true => locked.lock(dir).and_then(|()| folder::remove_leftovers(dir)),
         false => Ok(()),
     };
-    agree(comm, ready, failed_elsewhere(dir))?;
-    agree(comm, try_to_write(dir), failed_elsewhere(dir))
+    agree(comm, ready, remote_failure(dir))?;
+    agree(comm, try_to_write(dir), remote_failure(dir))
 }
 
 /// The part of a checkpoint that a rank writes.
@@ -345,7 +346,7 @@ impl ShareToSave {
         let own = core.params().iter().enumerate().filter(|(param, _)| copied != Some(*param));
         let numbers: BTreeMap<&str, usize> = names.iter().enumerate().map(|(i, name)| (name.as_str(), i)).collect();
         let own = own.map(|(param, p)| (numbers[p.name.as_str()], (param, core.state_names(p, trainer)))).collect();
-        let folder = folder::saving(dir, &manifest.tag);
+        let folder = folder::unfinished_path(dir, &manifest.tag);
         let buffers = buffers.map(Arc::from);
         Self { core, folder, layout: manifest.layout(), states: manifest.states.clone(), names, own, buffers }
     }
@@ -353,7 +354,7 @@ impl ShareToSave {
     fn write(&self) -> Result<WrittenFile> {
         let _span = timeline::span(timeline::EventCategory::Checkpoint, "write share");
         let start = Instant::now();
-        let write_error = |source| folder::not_written(&self.folder, &source);
+        let write_error = |source| folder::write_error(&self.folder, &source);
         let rank = self.core.file_index();
         if let Some(bytes) = &self.buffers {
             buffers::write(&self.folder, bytes)?;
@@ -365,7 +366,7 @@ impl ShareToSave {
             for (number, (param, states)) in &self.own {
                 let (param, Some(kind)) = (*param, ParamStateKind::named(name, *states)) else { continue };
                 let file_range = self.layout.shard(state, *number, rank);
-                let held_range = self.core.held(kind, param);
+                let held_range = self.core.held_range(kind, param);
                 // States are read in pieces of this rank's share that begin at offsets at which file access can begin.
                 for part in state_access::pieces(&held_range) {
                     let (start, end) = (part.start.max(file_range.start), part.end.min(file_range.end));
@@ -411,15 +412,15 @@ fn snapshot_of_buffers(core: &RankCore, dir: &Path) -> Result<Option<Vec<u8>>, J
             return Ok(None);
         }
         let own = if first { buffers::snapshot(list, dir) } else { Ok(None) };
-        return agree(core.job(), own, failed_elsewhere(dir));
+        return agree(core.job(), own, remote_failure(dir));
     };
     if position.all_buffers.is_empty() {
         return Ok(None);
     }
-    let own = agree(core.job(), buffers::snapshot(list, dir), failed_elsewhere(dir))?;
+    let own = agree(core.job(), buffers::snapshot(list, dir), remote_failure(dir))?;
     let of_stages = byte_strings(&*position.comm, own.unwrap_or_default())?;
-    let all = if first { buffers::joined(&of_stages, dir) } else { Ok(None) };
-    agree(core.job(), all, failed_elsewhere(dir))
+    let all = if first { buffers::merge_files(&of_stages, dir) } else { Ok(None) };
+    agree(core.job(), all, remote_failure(dir))
 }
 
 /// Begins a checkpoint. Returns the tag that all ranks use, the ranks of each folder, and the lock on the folder on the
@@ -430,7 +431,7 @@ fn begin(
     locked: &mut LockedFolders,
 ) -> Result<(String, RanksByFolder, Option<File>), JointOperationFailure> {
     let SaveRequest { dir, manifest: Manifest { tag, .. }, validation, .. } = request;
-    agree(comm, folder::check_tag(dir, tag), failed_elsewhere(dir))?;
+    agree(comm, folder::check_tag(dir, tag), remote_failure(dir))?;
     let hosts = RanksByFolder::of(comm, dir, request.on_each_host)?;
     let tag = match same_on_all_ranks(comm, "tags", tag, dir) {
         Ok(()) => tag.clone(),
@@ -448,12 +449,12 @@ fn begin(
         true => locked.lock(dir).and_then(|()| folder::begin(dir, &tag)).map(Some),
         false => Ok(None),
     };
-    let lock = agree(comm, begun, failed_elsewhere(dir))?;
+    let lock = agree(comm, begun, remote_failure(dir))?;
     Ok((tag, hosts, lock))
 }
 
 fn publish(prepared: folder::PreparedCheckpoint, dir: &Path, tag: &str, options: &SaveOptions) -> Result<()> {
-    prepared.publish().inspect_err(|_| folder::give_up(dir, tag))?;
+    prepared.publish().inspect_err(|_| folder::discard_save(dir, tag))?;
     if let Some(keep) = options.keep {
         keep_newest(dir, keep, tag);
     }

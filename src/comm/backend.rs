@@ -20,18 +20,18 @@ pub(super) enum CollectiveBackend {
 
 impl CollectiveBackend {
     /// Sets the thread that runs the next collective.
-    pub(super) fn run_by(&mut self, runner: CollectiveThreadKind) {
+    pub(super) fn set_runner(&mut self, runner: CollectiveThreadKind) {
         match self {
-            Self::SingleHost(exchange) => exchange.run_by(runner),
-            Self::MultiHost(hierarchical) => hierarchical.run_by(runner),
+            Self::SingleHost(exchange) => exchange.set_runner(runner),
+            Self::MultiHost(hierarchical) => hierarchical.set_runner(runner),
         }
     }
 
     /// Sets the engine call in which the following collectives were launched.
-    pub(super) fn called_in(&mut self, call: u64) {
+    pub(super) fn set_engine_call(&mut self, call: u64) {
         match self {
-            Self::SingleHost(exchange) => exchange.called_in(call),
-            Self::MultiHost(hierarchical) => hierarchical.called_in(call),
+            Self::SingleHost(exchange) => exchange.set_engine_call(call),
+            Self::MultiHost(hierarchical) => hierarchical.set_engine_call(call),
         }
     }
 

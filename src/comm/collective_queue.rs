@@ -136,7 +136,7 @@ impl CollectiveQueue {
         let Some(mut worker) = worker else { return };
         let first = self.jobs().waiting.pop_front();
         if let Some(job) = first {
-            worker.backend.run_by(runner);
+            worker.backend.set_runner(runner);
             job(&mut worker);
         }
     }
@@ -208,7 +208,7 @@ impl CollectiveLauncher {
         let (sender, receiver) = mpsc::channel();
         let log = lock(&self.log).clone();
         let timeline_context = timeline::carry();
-        let call = engine_call::present();
+        let call = engine_call::current();
         let job_context = timeline_context.clone();
         let job: CollectiveJob = Box::new(move |worker| {
             let begin = Instant::now();
@@ -216,7 +216,7 @@ impl CollectiveLauncher {
             let result = match failure {
                 Some(failure) => Err(failure),
                 None => {
-                    worker.backend.called_in(call);
+                    worker.backend.set_engine_call(call);
                     let start = Instant::now();
                     let span =
                         job_context.span(TimelineLane::Collectives, timeline::EventCategory::Collective, kind.name());
@@ -240,7 +240,7 @@ impl CollectiveLauncher {
         self.queue.push(job, bytes > SHORT_BYTES);
         let (queue, counters) = (self.queue.clone(), self.counters.clone());
         Pending::from_fn(move || {
-            let _span = timeline::span(timeline::EventCategory::Wait, "wait").of_carried(&timeline_context);
+            let _span = timeline::span(timeline::EventCategory::Wait, "wait").with_subject_of(&timeline_context);
             let start = Instant::now();
             let result = queue.run_until(|| match receiver.try_recv() {
                 Ok(result) => Some(result),

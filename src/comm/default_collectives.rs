@@ -12,7 +12,7 @@ use super::Pending;
 use super::collective_kind::CollectiveKind;
 use super::fingerprint::CollectiveFingerprint;
 use super::shm::collectives::sum_exact;
-use super::shm::partition::{StridedRanks, of_group};
+use super::shm::partition::{StridedRanks, extract_group};
 use super::shm::quantized::sum_blocks;
 use super::wire::format::WireFormat;
 use crate::error::CommError;
@@ -49,7 +49,7 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
     /// Implements `Communicator::all_gather_within_as`.
     pub fn all_gather_within(self, wire: WireFormat, ranks: usize, shard: Flat, tag: u64) -> Pending<Flat> {
         let (group, len) = (StridedRanks::neighbours(self.rank, ranks), shard.len());
-        self.all_gather(wire, shard, tag).map(move |gathered| of_group(gathered, group, len))
+        self.all_gather(wire, shard, tag).map(move |gathered| extract_group(gathered, group, len))
     }
 
     /// Implements `Communicator::reduce_to_groups_as`. As in [`all_reduce`](Self::all_reduce), the receiver encodes.
@@ -67,7 +67,7 @@ impl<G: FnOnce(Vec<u8>) -> Pending<Vec<Vec<u8>>>> DefaultCollectives<G> {
         Pending::from_fn(move || {
             let messages = pending.wait()?;
             let first = rank % ranks * owners.len();
-            let chunks = owners.ranks().map(|owner| (owner, first + owners.place(owner)));
+            let chunks = owners.ranks().map(|owner| (owner, first + owners.position(owner)));
             Ok(sum_chunks(wire, &messages, input, chunk, chunks))
         })
     }

@@ -48,7 +48,7 @@ impl Drop for EngineCallGuard {
 }
 
 /// Returns the index of this thread's call.
-pub(super) fn present() -> u64 {
+pub(super) fn current() -> u64 {
     CURRENT_CALL.get() as u64
 }
 
@@ -63,13 +63,13 @@ mod tests {
 
     #[test]
     fn the_outermost_call_counts_until_it_ends() {
-        assert_eq!(name(present()), None);
+        assert_eq!(name(current()), None);
         let outer = during("save_checkpoint");
         let inner = during("wait_for_checkpoint");
-        assert_eq!(name(present()), Some("save_checkpoint"));
+        assert_eq!(name(current()), Some("save_checkpoint"));
         drop(inner);
-        assert_eq!(name(present()), Some("save_checkpoint"));
+        assert_eq!(name(current()), Some("save_checkpoint"));
         drop(outer);
-        assert_eq!((name(present()), name(u64::MAX)), (None, None));
+        assert_eq!((name(current()), name(u64::MAX)), (None, None));
     }
 }

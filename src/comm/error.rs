@@ -260,13 +260,13 @@ pub enum CommError {
     },
     /// Not all ranks that were started individually have connected.
     #[error(
-        "{came} of {world} ranks connected to MASTER_PORT {port} on this host within {limit:?}; missing ranks: \
+        "{connected} of {world} ranks connected to MASTER_PORT {port} on this host within {limit:?}; missing ranks: \
          {missing}; start each of them with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the \
          same network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun"
     )]
     RanksMissing {
         /// The number of ranks that connected.
-        came: usize,
+        connected: usize,
         /// The total number of ranks.
         world: usize,
         /// The numbers of the missing ranks.
@@ -283,7 +283,7 @@ pub enum CommError {
          all ranks with `zerorun --num_ranks {world}`; ranks on several hosts are joined by zerorun --nnodes, mpirun \
          or srun"
     )]
-    FirstMissing {
+    Rank0Missing {
         /// This rank.
         rank: usize,
         /// The total number of ranks.
@@ -297,7 +297,7 @@ pub enum CommError {
     #[error(
         "rank 0 is running but has not answered rank {rank} for {limit:?}; it was stopped, or its machine is overloaded"
     )]
-    FirstSilent {
+    Rank0Silent {
         /// This rank.
         rank: usize,
         /// The time limit.
@@ -341,13 +341,13 @@ pub enum CommError {
     },
     /// Another job uses the port for its rendezvous.
     #[error("another job already uses MASTER_PORT {port} on this host; give each job its own port")]
-    MeetingTaken {
+    MasterPortInUse {
         /// `MASTER_PORT`.
         port: u16,
     },
     /// Rank 0 cancelled the rendezvous because of its own error.
     #[error("rank 0 cancelled the rendezvous: {why}")]
-    NotMet {
+    RendezvousCancelled {
         /// The error message of rank 0.
         why: String,
     },

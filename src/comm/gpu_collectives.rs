@@ -202,7 +202,7 @@ impl GpuCollectives {
                 unreachable!("{} has no elements on a GPU", kind.name())
             }
         };
-        lock(&self.receive_memory).resize(self.nccl.room_bytes());
+        lock(&self.receive_memory).resize(self.nccl.scratch_bytes());
         let launched = launched.map_err(|error| error_of(error, self.comm.in_job(self.comm.rank()), &*self.comm))?;
         let timeline_entry = (kind, bytes, timeline::carry());
         Ok(PendingGpuCollective {
@@ -240,7 +240,7 @@ impl PendingGpuCollective {
     /// Fails if ranks have launched different collectives, a rank has failed (the error names it), or NCCL fails.
     pub fn wait(self) -> Result<DeviceFlat> {
         let Self { nccl, comm, mine, fingerprints, launched, timeline_entry: (kind, bytes, timeline_context) } = self;
-        let _span = timeline::span(timeline::EventCategory::Wait, "wait").of_carried(&timeline_context);
+        let _span = timeline::span(timeline::EventCategory::Wait, "wait").with_subject_of(&timeline_context);
         let (rank, abort_with) = (comm.in_job(comm.rank()), |error: Error| {
             nccl.abort();
             error
@@ -256,7 +256,7 @@ impl PendingGpuCollective {
         let settle = || {
             launched.wait_on_host()?;
             if let Some(times) = launched.times()? {
-                timeline_context.past(
+                timeline_context.record_finished(
                     TimelineLane::BetweenGpus,
                     timeline::EventCategory::Collective,
                     kind.name(),
@@ -273,13 +273,13 @@ impl PendingGpuCollective {
 /// Returns an error that names the failed rank, if it is known.
 fn error_of(error: NcclError, rank: usize, comm: &dyn Communicator) -> Error {
     match error {
-        NcclError::Told(failure) => match failure.downcast_ref::<CommError>() {
+        NcclError::CallerFailure(failure) => match failure.downcast_ref::<CommError>() {
             Some(error) => error.clone().into(),
             None => CommError::Other(failure).into(),
         },
         // The text is kept because it reports a lack of memory.
         NcclError::Device(error) => Error::Candle(candle_core::Error::Msg(error.to_string())),
-        NcclError::Lost { .. } | NcclError::Silent { .. } | NcclError::Refused { .. } => {
+        NcclError::AsyncError { .. } | NcclError::PeerTimeout { .. } | NcclError::CallFailed { .. } => {
             // NCCL notices that a rank has failed before this rank can determine which one.
             let deadline = Instant::now() + FAILED_RANK_TIMEOUT;
             loop {

@@ -41,7 +41,7 @@ pub(super) struct LinkThreadState {
     pub sequence: u64,
     pub abort_signal: Arc<AbortSignal>,
     /// The first failure, which every later message repeats.
-    pub failed: Option<CommError>,
+    pub first_failure: Option<CommError>,
 }
 
 pub(super) type LinkJob = Box<dyn FnOnce(&mut LinkThreadState) + Send>;
@@ -56,7 +56,7 @@ struct LinkThread {
 impl LinkThread {
     fn start(id: LinkId, end: LinkEnd, abort_signal: &Arc<AbortSignal>) -> Result<Self, CommError> {
         let (jobs, receiver) = mpsc::channel::<LinkJob>();
-        let mut worker = LinkThreadState { end, sequence: 0, abort_signal: abort_signal.clone(), failed: None };
+        let mut worker = LinkThreadState { end, sequence: 0, abort_signal: abort_signal.clone(), first_failure: None };
         let name = match id.direction {
             LinkDirection::Sending => format!("to-{}", id.peer),
             LinkDirection::Receiving => format!("from-{}", id.peer),

@@ -105,14 +105,14 @@ fn launch<T: Send + 'static>(
     let timeline_context = timeline::carry();
     let job_context = timeline_context.clone();
     let is_available = Arc::new(AtomicBool::new(false));
-    let (counters, call, is_done) = (counters.clone(), engine_call::present(), is_available.clone());
+    let (counters, call, is_done) = (counters.clone(), engine_call::current(), is_available.clone());
     let wait_counters = counters.clone();
     let job: LinkJob = Box::new(move |worker| {
         worker.sequence += 1;
         // Sender and receiver both describe the message as a send, so that their fingerprints are equal.
         let fingerprint =
             CollectiveFingerprint::new(worker.sequence, CollectiveKind::Send, WireFormat::Exact, dtype, elements, tag);
-        let failed = worker.failed.clone().or_else(|| worker.abort_signal.error());
+        let failed = worker.first_failure.clone().or_else(|| worker.abort_signal.error());
         let result = match failed {
             Some(failure) => Err(failure),
             None => {
@@ -127,9 +127,9 @@ fn launch<T: Send + 'static>(
                 })
             }
         };
-        if let (Err(error), None) = (&result, &worker.failed) {
+        if let (Err(error), None) = (&result, &worker.first_failure) {
             worker.abort_signal.abort(&error.to_string());
-            worker.failed = Some(error.clone());
+            worker.first_failure = Some(error.clone());
         }
         // No thread waits for a result whose Pending was dropped.
         _ = sender.send(result);
@@ -143,7 +143,7 @@ fn launch<T: Send + 'static>(
     }
     Pending::observed(is_available, move || {
         let _token = token;
-        let _span = timeline::span(timeline::EventCategory::Wait, "wait").of_carried(&timeline_context);
+        let _span = timeline::span(timeline::EventCategory::Wait, "wait").with_subject_of(&timeline_context);
         let start = Instant::now();
         let result = receiver.recv().unwrap_or(Err(CommError::ThreadEnded));
         wait_counters.waited(start.elapsed());

@@ -27,17 +27,18 @@ impl ConfigWalk<'_> {
             } else {
                 ""
             };
-            let message = format!("\"auto\" has no value here; give {}{advice}", value_conversion::needed(key.kind));
-            return self.problem(ConfigRule::Auto, &path, entry.node.place, message);
+            let message =
+                format!("\"auto\" has no value here; give {}{advice}", value_conversion::describe_kind(key.kind));
+            return self.problem(ConfigRule::Auto, &path, entry.node.position, message);
         };
-        let node = JsonNode { place: entry.node.place, ..JsonNode::from_value(&value) };
+        let node = JsonNode { position: entry.node.position, ..JsonNode::from_value(&value) };
         match value_conversion::convert(&node, key, section.lenient) {
             Ok(value) => {
                 self.note(&path, format!("\"auto\": {prefix} {value}{suffix}"));
                 self.set(&path, value);
             }
             Err((rule, text)) => {
-                self.problem(rule, &path, node.place, format!("the value of \"auto\" in this run: {text}"))
+                self.problem(rule, &path, node.position, format!("the value of \"auto\" in this run: {text}"))
             }
         }
     }

@@ -67,8 +67,8 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>, world_size: usize) -> Option<Ba
         // A wrong type of value for a batch key has already been reported.
         Err(_) if BATCH_KEYS.iter().any(|key| walk.problems.iter().any(|problem| problem.path == *key)) => None,
         Err((key, message)) => {
-            let place = walk.place(BATCH_KEYS[key]);
-            walk.problem(ConfigRule::Batch, BATCH_KEYS[key], place, message);
+            let position = walk.position(BATCH_KEYS[key]);
+            walk.problem(ConfigRule::Batch, BATCH_KEYS[key], position, message);
             None
         }
     }

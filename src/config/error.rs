@@ -21,12 +21,12 @@ pub enum ConfigError {
         source: std::io::Error,
     },
     /// The text of a configuration is not Hjson (JSON with comments and other additions, as in DeepSpeed).
-    #[error("{origin}: {place}: expected {expected}, found {found}")]
+    #[error("{origin}: {position}: expected {expected}, found {found}")]
     Syntax {
         /// The file, or "the configuration text".
         origin: String,
         /// The position of the error.
-        place: TextPosition,
+        position: TextPosition,
         /// The text that is allowed at this position.
         expected: String,
         /// The text found.
@@ -156,15 +156,15 @@ pub struct ConfigProblem {
     /// The path of the key as written in the file, such as `zero_optimization.stage`.
     pub path: String,
     /// The position of the key or its value; `None` if the key is absent or the source is not text.
-    pub place: Option<TextPosition>,
+    pub position: Option<TextPosition>,
     /// The value found, the allowed values, and the remedy.
     pub message: String,
 }
 
 impl fmt::Display for ConfigProblem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.place {
-            Some(place) => write!(f, "{place}: `{}`: {}", self.path, self.message),
+        match self.position {
+            Some(position) => write!(f, "{position}: `{}`: {}", self.path, self.message),
             None => write!(f, "`{}`: {}", self.path, self.message),
         }
     }

@@ -18,8 +18,8 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>, zero: &ZeroConfig, world_size: 
             "expected a divisor of the number of ranks, {world_size} (one of {}), found {found}",
             allowed.join(", ")
         );
-        let place = walk.place(SIZE);
-        walk.problem(ConfigRule::Range, SIZE, place, text);
+        let position = walk.position(SIZE);
+        walk.problem(ConfigRule::Range, SIZE, position, text);
         return 1;
     };
     if size == 1 {
@@ -51,11 +51,11 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>, zero: &ZeroConfig, world_size: 
     ];
     for (is_on, other, why) in conflicts {
         if is_on {
-            let place = walk.place(SIZE);
+            let position = walk.position(SIZE);
             let text = format!(
                 "{size} cannot be used together with {other}, because {why}; remove expert_parallel or {other}"
             );
-            walk.problem(ConfigRule::Conflict, SIZE, place, text);
+            walk.problem(ConfigRule::Conflict, SIZE, position, text);
         }
     }
     size

@@ -8,7 +8,7 @@
 
 use super::TextPosition;
 use super::json_node::{JsonEntry, JsonNode, JsonValue};
-use super::note::shown;
+use super::note::printable;
 use std::collections::HashMap;
 
 /// The maximum nesting depth of objects and lists. DeepSpeed's deepest section has a depth of 5.
@@ -19,7 +19,7 @@ pub(crate) const MAX_BYTES: usize = 4 << 20;
 /// The reason why a text cannot be read.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum HjsonError {
-    Syntax { place: TextPosition, expected: String, found: String },
+    Syntax { position: TextPosition, expected: String, found: String },
     Duplicate { path: String, first: TextPosition, second: TextPosition },
 }
 
@@ -33,7 +33,8 @@ pub(crate) fn read_object(bytes: &[u8]) -> Result<JsonNode> {
 /// Reads a complete text. A leading byte order mark is skipped.
 fn read(bytes: &[u8], only_object: bool) -> Result<JsonNode> {
     let start = TextPosition { line: 1, column: 1 };
-    let error = |place, expected: &str, found: String| HjsonError::Syntax { place, expected: expected.into(), found };
+    let error =
+        |position, expected: &str, found: String| HjsonError::Syntax { position, expected: expected.into(), found };
     if bytes.len() > MAX_BYTES {
         return Err(error(start, &format!("at most {MAX_BYTES} bytes"), format!("{} bytes", bytes.len())));
     }
@@ -43,18 +44,18 @@ fn read(bytes: &[u8], only_object: bool) -> Result<JsonNode> {
             let valid_text = String::from_utf8_lossy(&bytes[..e.valid_up_to()]);
             let mut reader = HjsonReader::new(&valid_text);
             while reader.bump().is_some() {}
-            return Err(error(reader.place, "UTF-8 text", format!("the byte 0x{:02x}", bytes[e.valid_up_to()])));
+            return Err(error(reader.position, "UTF-8 text", format!("the byte 0x{:02x}", bytes[e.valid_up_to()])));
         }
     };
     let mut reader = HjsonReader::new(text);
     reader.skip_blank()?;
-    let place = Some(reader.place);
+    let position = Some(reader.position);
     let node = match reader.peek() {
         Some('{') => reader.value(0, false)?,
         None | Some('[') if only_object => {
             return Err(reader.expected("an object `{...}` as the outermost value"));
         }
-        _ if only_object => JsonNode { place, value: reader.members(None, 0)? },
+        _ if only_object => JsonNode { position, value: reader.members(None, 0)? },
         _ => reader.value(0, false)?,
     };
     reader.skip_blank()?;
@@ -68,14 +69,14 @@ const AFTER_ITEM: &str = "`,` or `]` after an item of the list";
 
 struct HjsonReader<'a> {
     rest: std::str::Chars<'a>,
-    place: TextPosition,
+    position: TextPosition,
     /// The keys from the root to the current position, for messages.
     path: Vec<String>,
 }
 
 impl<'a> HjsonReader<'a> {
     fn new(text: &'a str) -> Self {
-        Self { rest: text.chars(), place: TextPosition { line: 1, column: 1 }, path: Vec::new() }
+        Self { rest: text.chars(), position: TextPosition { line: 1, column: 1 }, path: Vec::new() }
     }
 
     fn peek(&self) -> Option<char> {
@@ -85,9 +86,9 @@ impl<'a> HjsonReader<'a> {
     fn bump(&mut self) -> Option<char> {
         let c = self.rest.next()?;
         if c == '\n' {
-            self.place = TextPosition { line: self.place.line + 1, column: 1 };
+            self.position = TextPosition { line: self.position.line + 1, column: 1 };
         } else {
-            self.place.column += 1;
+            self.position.column += 1;
         }
         Some(c)
     }
@@ -112,7 +113,7 @@ impl<'a> HjsonReader<'a> {
             Some(c) if c.is_control() => format!("the control character 0x{:02x}", u32::from(c)),
             Some(c) => format!("`{c}`"),
         };
-        HjsonError::Syntax { place: self.place, expected: expected.into(), found }
+        HjsonError::Syntax { position: self.position, expected: expected.into(), found }
     }
 
     /// Skips blanks and comments.
@@ -125,7 +126,7 @@ impl<'a> HjsonReader<'a> {
                 }
                 (Some('#'), _) | (Some('/'), Some('/')) => while !matches!(self.bump(), None | Some('\n' | '\r')) {},
                 (Some('/'), Some('*')) => {
-                    let start = self.place;
+                    let start = self.position;
                     self.bump();
                     self.bump();
                     let mut last = ' ';
@@ -143,7 +144,7 @@ impl<'a> HjsonReader<'a> {
     }
 
     fn value(&mut self, depth: usize, in_list: bool) -> Result<JsonNode> {
-        let place = self.place;
+        let position = self.position;
         let value = match self.peek() {
             Some('{' | '[') if depth == MAX_DEPTH => {
                 return Err(self.expected(format!("at most {MAX_DEPTH} nested objects and lists")));
@@ -155,11 +156,11 @@ impl<'a> HjsonReader<'a> {
             Some('\'') => JsonValue::String(self.string('\'')?),
             _ => self.plain(in_list)?,
         };
-        Ok(JsonNode { place: Some(place), value })
+        Ok(JsonNode { position: Some(position), value })
     }
 
     fn object(&mut self, depth: usize) -> Result<JsonValue> {
-        let open = self.place;
+        let open = self.position;
         self.bump();
         self.members(Some(open), depth)
     }
@@ -181,12 +182,12 @@ impl<'a> HjsonReader<'a> {
                 }
                 _ => {}
             }
-            let place = self.place;
+            let position = self.position;
             let key = self.key(open.is_some())?;
             self.path.push(key.clone());
-            if let Some(first) = seen.insert(key.clone(), place) {
-                let path = self.path.iter().map(|key| shown(key)).collect::<Vec<_>>().join(".");
-                return Err(HjsonError::Duplicate { path, first, second: place });
+            if let Some(first) = seen.insert(key.clone(), position) {
+                let path = self.path.iter().map(|key| printable(key)).collect::<Vec<_>>().join(".");
+                return Err(HjsonError::Duplicate { path, first, second: position });
             }
             self.skip_blank()?;
             if !self.take_if(':') {
@@ -195,7 +196,7 @@ impl<'a> HjsonReader<'a> {
                 } else {
                     ""
                 };
-                let key = shown(&key);
+                let key = printable(&key);
                 return Err(self.expected(format!("{pair} `:` after the key `{key}`").trim_start()));
             }
             self.skip_blank()?;
@@ -205,9 +206,9 @@ impl<'a> HjsonReader<'a> {
             let more = self.take_if(',');
             if !more && matches!(self.peek(), Some(':' | '[' | ']' | '{')) {
                 let end = if open.is_some() { " or `}`" } else { "" };
-                return Err(self.expected(format!("`,`{end} after the value of `{}`", shown(&key))));
+                return Err(self.expected(format!("`,`{end} after the value of `{}`", printable(&key))));
             }
-            entries.push(JsonEntry { key, place: Some(place), node });
+            entries.push(JsonEntry { key, position: Some(position), node });
         }
     }
 
@@ -228,7 +229,7 @@ impl<'a> HjsonReader<'a> {
     }
 
     fn list(&mut self, depth: usize) -> Result<JsonValue> {
-        let open = self.place;
+        let open = self.position;
         self.bump();
         let mut items = Vec::new();
         loop {
@@ -249,7 +250,7 @@ impl<'a> HjsonReader<'a> {
 
     /// Reads an unquoted value: a number, `true`, `false`, `null`, or a string that extends to the end of its line.
     fn plain(&mut self, in_list: bool) -> Result<JsonValue> {
-        let place = self.place;
+        let position = self.position;
         let rest = self.rest.as_str();
         if rest.is_empty() || rest.starts_with(is_punctuator) {
             return Err(self.no_value(""));
@@ -261,7 +262,7 @@ impl<'a> HjsonReader<'a> {
         };
         let end = rest.char_indices().find(ends).map_or(rest.len(), |(at, _)| at);
         if let Some(value) = scalar(rest[..end].trim_end()).map_err(|(expected, found)| HjsonError::Syntax {
-            place,
+            position,
             expected: expected.into(),
             found,
         })? {
@@ -297,13 +298,13 @@ impl<'a> HjsonReader<'a> {
             self.skip(text.len() - remainder.len());
             return Err(self.expected(match self.path.last() {
                 _ if in_list => AFTER_ITEM.to_string(),
-                Some(key) => format!("`,` or `}}` after the value of `{}`", shown(key)),
+                Some(key) => format!("`,` or `}}` after the value of `{}`", printable(key)),
                 None => "the end of the text after the outermost value".to_string(),
             }));
         }
         if unopened {
             if !is_value && let Err((expected, found)) = broken_number(first) {
-                return Err(HjsonError::Syntax { place: self.place, expected: expected.into(), found });
+                return Err(HjsonError::Syntax { position: self.position, expected: expected.into(), found });
             }
             return Err(
                 self.no_value("; an unquoted string extends to the end of its line, and this line contains a bracket")
@@ -313,7 +314,7 @@ impl<'a> HjsonReader<'a> {
     }
 
     fn no_value(&self, why: &str) -> HjsonError {
-        let key = self.path.last().map(|key| format!(" for `{}`", shown(key))).unwrap_or_default();
+        let key = self.path.last().map(|key| format!(" for `{}`", printable(key))).unwrap_or_default();
         self.expected(format!("a JSON value{key} (text must be in double quotes{why})"))
     }
 
@@ -325,7 +326,7 @@ impl<'a> HjsonReader<'a> {
 
     /// Reads a string between these quotes, on one line.
     fn string(&mut self, quote: char) -> Result<String> {
-        let start = self.place;
+        let start = self.position;
         self.bump();
         let mut text = String::new();
         loop {
@@ -351,7 +352,7 @@ impl<'a> HjsonReader<'a> {
     /// quotes.
     fn long_string(&mut self) -> Result<String> {
         const QUOTES: &str = "'''";
-        let start = self.place;
+        let start = self.position;
         self.skip(QUOTES.len());
         let Some(end) = self.rest.as_str().find(QUOTES) else {
             while self.bump().is_some() {}
@@ -435,7 +436,7 @@ fn scalar(word: &str) -> std::result::Result<Option<JsonValue>, BadNumber> {
         return Ok(Some(JsonValue::Int(i)));
     }
     match word.parse::<f64>() {
-        Ok(x) if !x.is_finite() => Err(("a number between -1.8e308 and 1.8e308", format!("`{}`", shown(word)))),
+        Ok(x) if !x.is_finite() => Err(("a number between -1.8e308 and 1.8e308", format!("`{}`", printable(word)))),
         Ok(_) if word.trim_start_matches('-').bytes().all(|c| c.is_ascii_digit()) => {
             Ok(Some(JsonValue::Long(word.into())))
         }
@@ -476,7 +477,7 @@ fn broken_number(word: &str) -> std::result::Result<(), BadNumber> {
     }
     let leading_zero = digits.starts_with('0') && digits[1..].starts_with(|c: char| c.is_ascii_digit());
     let expected = if leading_zero { "a number without leading zeros" } else { "a number" };
-    Err((expected, format!("`{}`", shown(word))))
+    Err((expected, format!("`{}`", printable(word))))
 }
 
 fn is_blank(c: char) -> bool {

@@ -5,7 +5,7 @@ use super::TextPosition;
 /// A value and its position, which is absent if the source was not text.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct JsonNode {
-    pub place: Option<TextPosition>,
+    pub position: Option<TextPosition>,
     pub value: JsonValue,
 }
 
@@ -13,7 +13,7 @@ pub(crate) struct JsonNode {
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct JsonEntry {
     pub key: String,
-    pub place: Option<TextPosition>,
+    pub position: Option<TextPosition>,
     pub node: JsonNode,
 }
 
@@ -48,11 +48,11 @@ impl JsonNode {
             Value::Array(list) => JsonValue::List(list.iter().map(Self::from_value).collect()),
             Value::Object(map) => JsonValue::Object(
                 map.iter()
-                    .map(|(key, v)| JsonEntry { key: key.clone(), place: None, node: Self::from_value(v) })
+                    .map(|(key, v)| JsonEntry { key: key.clone(), position: None, node: Self::from_value(v) })
                     .collect(),
             ),
         };
-        Self { place: None, value }
+        Self { position: None, value }
     }
 
     /// Converts the tree to serde's type, without positions.

@@ -63,8 +63,8 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>) -> Option<LocalStepsConfig> {
     let alpha = walk.get("local_steps.fragment_alpha").and_then(Value::as_f64);
     let mut refuse = |rule: ConfigRule, key: &str, message: String| {
         let path = format!("{SECTION}.{key}");
-        let place = walk.place(&path);
-        walk.problem(rule, &path, place, message);
+        let position = walk.position(&path);
+        walk.problem(rule, &path, position, message);
     };
     if fragments > steps {
         let why = "because each fragment is exchanged once in this many steps";
@@ -135,8 +135,8 @@ fn server(walk: &mut ConfigWalk<'_>, islands: Option<usize>) -> (Option<String>,
     let min_islands = min_islands.map(|min| usize::try_from(min).unwrap_or(usize::MAX));
     let mut refuse = |rule: ConfigRule, key: &str, message: String| {
         let path = format!("{SECTION}.{key}");
-        let place = walk.place(&path);
-        walk.problem(rule, &path, place, message);
+        let position = walk.position(&path);
+        walk.problem(rule, &path, position, message);
     };
     let is_from_config = from_launcher.is_none();
     let Some(address) = from_launcher.or(from_config) else {

@@ -11,7 +11,7 @@ pub struct ConfigNote {
 }
 
 /// Formats text from a file for a message: escapes control characters, and shows at most 60 characters.
-pub(crate) fn shown(text: &str) -> String {
+pub(crate) fn printable(text: &str) -> String {
     const MAX_SHOWN_CHARS: usize = 60;
     let mut safe: String = text
         .chars()

@@ -11,13 +11,13 @@ use std::path::PathBuf;
 /// An offload section, and the lowest stage at which it has an effect, as in DeepSpeed.
 pub(super) struct OffloadSectionSpec {
     pub path: &'static str,
-    pub from: ZeroStage,
+    pub min_stage: ZeroStage,
 }
 
 pub(super) const OPTIMIZER: OffloadSectionSpec =
-    OffloadSectionSpec { path: "zero_optimization.offload_optimizer", from: ZeroStage::One };
+    OffloadSectionSpec { path: "zero_optimization.offload_optimizer", min_stage: ZeroStage::One };
 pub(super) const PARAM: OffloadSectionSpec =
-    OffloadSectionSpec { path: "zero_optimization.offload_param", from: ZeroStage::Three };
+    OffloadSectionSpec { path: "zero_optimization.offload_param", min_stage: ZeroStage::Three };
 
 /// The value of `offload_optimizer.delayed_update_after` if it is absent.
 const DELAYED_UPDATE_AFTER: u64 = 40;
@@ -34,8 +34,8 @@ impl OffloadSectionSpec {
             "nvme" => true,
             _ => return None,
         };
-        if stage < self.from {
-            let needs = if self.from == ZeroStage::Three { "stage 3" } else { "stage 1, 2 or 3" };
+        if stage < self.min_stage {
+            let needs = if self.min_stage == ZeroStage::Three { "stage 3" } else { "stage 1, 2 or 3" };
             let text = format!("accepted, but has no effect at stage {stage}, as in DeepSpeed: it needs {needs}");
             walk.note(self.path, text);
             return None;
@@ -51,8 +51,8 @@ impl OffloadSectionSpec {
                     None => {
                         let text =
                             format!("{path:?} found, but this user has no home folder; give a path that starts with /");
-                        let place = walk.place(&key);
-                        walk.problem(ConfigRule::Conflict, &key, place, text);
+                        let position = walk.position(&key);
+                        walk.problem(ConfigRule::Conflict, &key, position, text);
                         None
                     }
                 }
@@ -62,21 +62,21 @@ impl OffloadSectionSpec {
                 let text = format!(
                     "{found}: device \"nvme\" needs a folder on a fast local disk; give its path, or use device \"cpu\""
                 );
-                let place = walk.place(&key).or_else(|| walk.place(&self.join("device")));
-                walk.problem(ConfigRule::Conflict, &key, place, text);
+                let position = walk.position(&key).or_else(|| walk.position(&self.join("device")));
+                walk.problem(ConfigRule::Conflict, &key, position, text);
                 None
             }
         }
     }
 
     /// Reads a count, which must be `min` or more if state is offloaded to files.
-    fn count(&self, walk: &mut ConfigWalk<'_>, key: &str, to: &OffloadTo, min: usize, why: &str) -> usize {
+    fn count(&self, walk: &mut ConfigWalk<'_>, key: &str, device: &OffloadTo, min: usize, why: &str) -> usize {
         let path = self.join(key);
         let found = count(walk, &path);
-        if to.nvme_path().is_some() && found < min {
-            let place = walk.place(&path);
+        if device.nvme_path().is_some() && found < min {
+            let position = walk.position(&path);
             let text = format!("device \"nvme\" needs {min} or more, found {found}{why}");
-            walk.problem(ConfigRule::Range, &path, place, text);
+            walk.problem(ConfigRule::Range, &path, position, text);
         }
         found
     }
@@ -99,7 +99,7 @@ pub(super) fn optimizer(
     stage: ZeroStage,
     optimizer: Option<&OptimizerConfig>,
 ) -> Option<OffloadOptimizer> {
-    let to = OPTIMIZER.resolve_target(walk, stage)?;
+    let device = OPTIMIZER.resolve_target(walk, stage)?;
     let (min, why) = match optimizer {
         Some(OptimizerConfig::Adam(_)) => (4, ": Adam needs the gradient, the weights and two moments"),
         Some(OptimizerConfig::Sgd(sgd)) if sgd.momentum != 0.0 => {
@@ -125,13 +125,13 @@ pub(super) fn optimizer(
         _ => (2, ": a step needs the gradient and the weights"),
     };
     Some(OffloadOptimizer {
-        buffer_count: OPTIMIZER.count(walk, "buffer_count", &to, min, why),
+        buffer_count: OPTIMIZER.count(walk, "buffer_count", &device, min, why),
         pipeline_read: walk.bool(&OPTIMIZER.join("pipeline_read")),
         pipeline_write: walk.bool(&OPTIMIZER.join("pipeline_write")),
         ratio: walk.float(&OPTIMIZER.join("ratio")),
         delayed_update_after: delayed_update_after(walk),
         pin_memory: walk.bool(&OPTIMIZER.join("pin_memory")),
-        to,
+        device,
     })
 }
 
@@ -146,13 +146,13 @@ fn delayed_update_after(walk: &ConfigWalk<'_>) -> Option<u64> {
 
 /// Resolves where parameter shards are stored. Problems are added to the walk.
 pub(super) fn param(walk: &mut ConfigWalk<'_>, stage: ZeroStage) -> Option<OffloadParam> {
-    let to = PARAM.resolve_target(walk, stage)?;
+    let device = PARAM.resolve_target(walk, stage)?;
     Some(OffloadParam {
-        buffer_count: PARAM.count(walk, "buffer_count", &to, 1, ""),
-        buffer_size: PARAM.count(walk, "buffer_size", &to, 1, ""),
+        buffer_count: PARAM.count(walk, "buffer_count", &device, 1, ""),
+        buffer_size: PARAM.count(walk, "buffer_size", &device, 1, ""),
         max_in_cpu: count(walk, &PARAM.join("max_in_cpu")),
         pin_memory: walk.bool(&PARAM.join("pin_memory")),
-        to,
+        device,
     })
 }
 

@@ -1,7 +1,7 @@
 //! Reads `optimizer`. The table of its parameters depends on its type.
 
 use super::keys::typed_section;
-use super::note::shown;
+use super::note::printable;
 use super::walk::{ConfigWalk, defaults};
 use super::{
     AdafactorConfig, AdagradConfig, AdamConfig, ConfigRule, EightBit, EightBitConfig, LambConfig, LarsConfig,
@@ -140,8 +140,8 @@ fn sgd(walk: &mut ConfigWalk<'_>) -> SgdConfig {
         nesterov: walk.bool(&param("nesterov")),
     };
     if sgd.nesterov && (sgd.momentum == 0.0 || sgd.dampening != 0.0) {
-        let place = walk.place(&param("nesterov"));
-        walk.problem(ConfigRule::Conflict, &param("nesterov"), place, "needs momentum > 0 and dampening 0");
+        let position = walk.position(&param("nesterov"));
+        walk.problem(ConfigRule::Conflict, &param("nesterov"), position, "needs momentum > 0 and dampening 0");
     }
     sgd
 }
@@ -160,10 +160,10 @@ fn lamb(walk: &mut ConfigWalk<'_>) -> LambConfig {
     if lamb.min_coeff > lamb.max_coeff {
         // The problem is reported at the bound that the file gives, or at the lower bound if it gives both.
         let key = if walk.given.contains_key(&param("min_coeff")) { "min_coeff" } else { "max_coeff" };
-        let place = walk.place(&param(key));
+        let position = walk.position(&param(key));
         let text =
             format!("min_coeff {} is above max_coeff {}; give a smaller min_coeff", lamb.min_coeff, lamb.max_coeff);
-        walk.problem(ConfigRule::Conflict, &param(key), place, text);
+        walk.problem(ConfigRule::Conflict, &param(key), position, text);
     }
     lamb
 }
@@ -171,8 +171,8 @@ fn lamb(walk: &mut ConfigWalk<'_>) -> LambConfig {
 /// Reports a factor that must be below 1 but is 1.
 fn below_one(walk: &mut ConfigWalk<'_>, key: &str) {
     if walk.get(&param(key)).and_then(Value::as_f64) == Some(1.0) {
-        let place = walk.place(&param(key));
-        walk.problem(ConfigRule::Range, &param(key), place, "expected a number of at least 0 and below 1, found 1");
+        let position = walk.position(&param(key));
+        walk.problem(ConfigRule::Range, &param(key), position, "expected a number of at least 0 and below 1, found 1");
     }
 }
 
@@ -200,8 +200,8 @@ fn adafactor(walk: &mut ConfigWalk<'_>) -> AdafactorConfig {
     let clip_threshold = walk.float(&param("clip_threshold"));
     let decay_rate = walk.float(&param("decay_rate"));
     let mut refuse = |rule: ConfigRule, key: &str, text: String| {
-        let place = walk.place(&param(key));
-        walk.problem(rule, &param(key), place, text);
+        let position = walk.position(&param(key));
+        walk.problem(rule, &param(key), position, text);
     };
     if let (true, Some(lr)) = (is_relative, lr) {
         let text = format!("{lr} contradicts relative_step, which sets the learning rate; leave one of them out");
@@ -252,8 +252,8 @@ pub(super) fn check_averaging(
 ) {
     let Some(OptimizerConfig::ScheduleFree(_)) = optimizer else { return };
     let mut refuse = |text: &str| {
-        let place = walk.place("optimizer.type");
-        walk.problem(ConfigRule::Conflict, "optimizer.type", place, text);
+        let position = walk.position("optimizer.type");
+        walk.problem(ConfigRule::Conflict, "optimizer.type", position, text);
     };
     if !states.master_weights {
         refuse(
@@ -328,8 +328,8 @@ pub(super) fn parameters(walk: &mut ConfigWalk<'_>, owner: &str, type_name: &str
 pub(super) fn needs_type(walk: &mut ConfigWalk<'_>, owner: &str, names: &[&str]) {
     let path = format!("{owner}.type");
     if !walk.problems.iter().any(|problem| problem.path.starts_with(owner)) {
-        let place = walk.place(owner);
-        walk.problem(ConfigRule::Type, &path, place, format!("required: {}", any_of(names)));
+        let position = walk.position(owner);
+        walk.problem(ConfigRule::Type, &path, position, format!("required: {}", any_of(names)));
     }
 }
 
@@ -355,14 +355,14 @@ pub(super) fn unknown_type(
     /// seconds.
     const MAX_COMPARED_CHARS: usize = 100;
     let same = |name: &&&str| if any_case { name.eq_ignore_ascii_case(found) } else { **name == found };
-    let place = walk.place(path);
+    let position = walk.position(path);
     let choices = any_of(names);
-    let shown_name = shown(found);
+    let shown_name = printable(found);
     if others.iter().any(|name| same(&name)) {
         return walk.problem(
             ConfigRule::Unsupported,
             path,
-            place,
+            position,
             format!("\"{shown_name}\" is not supported; use {choices}"),
         );
     }
@@ -373,7 +373,7 @@ pub(super) fn unknown_type(
         .filter(|name| similarity(name) >= MIN_SIMILARITY)
         .max_by(|a, b| similarity(a).total_cmp(&similarity(b)));
     let suggestion = suggestion.map(|suggestion| format!(" Did you mean \"{suggestion}\"?")).unwrap_or_default();
-    walk.problem(ConfigRule::Range, path, place, format!("\"{shown_name}\" is unknown; use {choices}.{suggestion}"));
+    walk.problem(ConfigRule::Range, path, position, format!("\"{shown_name}\" is unknown; use {choices}.{suggestion}"));
 }
 
 /// Checks `zero_allow_untested_optimizer`, which some optimizers require under ZeRO.
@@ -381,12 +381,12 @@ fn untested(walk: &mut ConfigWalk<'_>, name: Option<&str>, stage: ZeroStage) {
     let allowed = walk.bool("zero_allow_untested_optimizer");
     let untested = name.filter(|name| UNTESTED.contains(name) && stage > ZeroStage::Zero);
     if let (Some(name), false) = (untested, allowed) {
-        let place = walk.place("optimizer.type");
+        let position = walk.position("optimizer.type");
         let text = format!(
             "{name} counts as untested with ZeRO (stage {stage}); set \"zero_allow_untested_optimizer\": true, or use Adam \
              or AdamW"
         );
-        walk.problem(ConfigRule::Conflict, "optimizer.type", place, text);
+        walk.problem(ConfigRule::Conflict, "optimizer.type", position, text);
     } else if untested.is_none() && walk.given.contains_key("zero_allow_untested_optimizer") {
         let text = "accepted, but has no effect on this configuration: only SGD, Lamb, Adafactor and custom optimizers \
                     at stages 1 to 3 need it";

@@ -50,13 +50,13 @@ pub(super) fn resolve(walk: &mut ConfigWalk<'_>) -> PipelineConfig {
                         "expected a regular expression after type:, found {expression:?}: {why}; put a backslash before \
                          each special character that is meant literally"
                     );
-                    walk.problem(ConfigRule::Range, PARTITION, walk.place(PARTITION), message);
+                    walk.problem(ConfigRule::Range, PARTITION, walk.position(PARTITION), message);
                 }
                 PartitionMethod::LayerKind(expression.to_string())
             }
             None => {
                 let message = format!("expected best, parameters, uniform, time or type:REGEX, found {other:?}");
-                walk.problem(ConfigRule::Range, PARTITION, walk.place(PARTITION), message);
+                walk.problem(ConfigRule::Range, PARTITION, walk.position(PARTITION), message);
                 PartitionMethod::default()
             }
         },

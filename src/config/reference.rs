@@ -57,15 +57,15 @@ fn reference_markdown() -> String {
 /// Returns the status word of each key that is not a section.
 fn words() -> impl Iterator<Item = &'static str> {
     let keys = sections().flat_map(|section| section.keys.iter().map(move |key| (section, key)));
-    keys.filter(|(_, key)| key.kind != ConfigValueKind::Section || key.status != KeyStatus::OfSection)
+    keys.filter(|(_, key)| key.kind != ConfigValueKind::Section || key.status != KeyStatus::Inherited)
         .map(|(section, key)| of_key(section, key).0)
 }
 
 /// Returns the status word of a key, and the reason.
 fn of_key(section: &ConfigSection, key: &ConfigKey) -> (&'static str, Option<String>) {
     match key.status {
-        KeyStatus::OfSection if key.kind == ConfigValueKind::Section => ("see its section", None),
-        KeyStatus::OfSection => (status(section.status).0, None),
+        KeyStatus::Inherited if key.kind == ConfigValueKind::Section => ("see its section", None),
+        KeyStatus::Inherited => (status(section.status).0, None),
         key_status => status(key_status),
     }
 }
@@ -97,8 +97,11 @@ fn row(text: &mut String, section: &ConfigSection, key: &ConfigKey) {
     for alias in key.aliases {
         let _ = write!(name, " or `{alias}`");
     }
-    let kind =
-        if key.kind == ConfigValueKind::Section { "object".to_string() } else { value_conversion::needed(key.kind) };
+    let kind = if key.kind == ConfigValueKind::Section {
+        "object".to_string()
+    } else {
+        value_conversion::describe_kind(key.kind)
+    };
     let default = match key.default {
         NO_DEFAULT => "none".to_string(),
         // The class paths are too long for a table.
@@ -116,9 +119,9 @@ fn status(status: KeyStatus) -> (&'static str, Option<String>) {
     match status {
         KeyStatus::Honoured => ("honoured", None),
         // The section's switch is refused, or another key of the section decides.
-        KeyStatus::OfSection => ("noted", None),
-        KeyStatus::OfRefused => ("refused", Some("with its section".into())),
-        KeyStatus::AsEveryUnit(why) => ("noted", Some(format!("treated as every_unit; {why}"))),
+        KeyStatus::Inherited => ("noted", None),
+        KeyStatus::InRefusedSection => ("refused", Some("with its section".into())),
+        KeyStatus::ImpliesEveryUnit(why) => ("noted", Some(format!("treated as every_unit; {why}"))),
         KeyStatus::NoEffect(why) => ("noted", Some(why.into())),
         KeyStatus::Refused(why) => ("refused", Some(why.into())),
         KeyStatus::RefusedAbove1(why) => ("refused", Some(format!("a value above 1, because {why}"))),

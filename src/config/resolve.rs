@@ -1,7 +1,7 @@
 //! Turns a walked file into a [`Config`]: typed values, and the rules between keys.
 
 use super::json_node::{JsonNode, JsonValue};
-use super::note::shown;
+use super::note::printable;
 use super::walk::ConfigWalk;
 use super::{
     Config, ConfigNote, ConfigProblem, ConfigRule, Fp16, GradientOp, LeafModule, LocalStepsConfig, PipelineConfig,
@@ -30,8 +30,8 @@ pub(super) fn pipeline_section(root: &JsonNode, run: &RunValues) -> PipelineConf
 /// Resolves a complete tree.
 pub(super) fn resolve(root: &JsonNode, world_size: usize, run: &RunValues) -> Result<Config, ConfigRejection> {
     let JsonValue::Object(entries) = &root.value else {
-        let message = format!("expected an object `{{...}}`, found {}", value_conversion::found(root));
-        let problem = ConfigProblem { rule: ConfigRule::Type, path: "(top)".into(), place: root.place, message };
+        let message = format!("expected an object `{{...}}`, found {}", value_conversion::describe_value(root));
+        let problem = ConfigProblem { rule: ConfigRule::Type, path: "(top)".into(), position: root.position, message };
         return Err(ConfigRejection { problems: vec![problem], notes: Vec::new() });
     };
     let mut walk = ConfigWalk::new(entries, run);
@@ -65,7 +65,7 @@ pub(super) fn resolve(root: &JsonNode, world_size: usize, run: &RunValues) -> Re
     let monitoring = monitoring::resolve(&mut walk);
     let Some(batch) = batch.filter(|_| walk.problems.is_empty()) else {
         // Problems without a position go last.
-        walk.problems.sort_by_key(|problem| problem.place.map_or((true, None), |place| (false, Some(place))));
+        walk.problems.sort_by_key(|problem| problem.position.map_or((true, None), |position| (false, Some(position))));
         // A refused key was not accepted, so it gets no note.
         walk.notes.retain(|note| walk.problems.iter().all(|problem| problem.path != note.path));
         return Err(ConfigRejection { problems: walk.problems, notes: walk.notes });
@@ -106,7 +106,7 @@ pub(super) fn resolve(root: &JsonNode, world_size: usize, run: &RunValues) -> Re
         shows_save_statistics: walk.get("checkpoint.writer.show_statistics") == Some(&true.into()),
         aio: offload::aio(&walk),
         notes: walk.notes,
-        recorded: walk.tree,
+        all_keys: walk.tree,
     })
 }
 
@@ -176,10 +176,10 @@ fn precision(walk: &mut ConfigWalk<'_>) -> Precision {
         (false, false) => Precision::F32,
         (false, true) => Precision::Bf16 { check_grad_overflow: walk.bool("bf16.check_grad_overflow") },
         (true, true) => {
-            let place = walk.place("bf16.enabled");
+            let position = walk.position("bf16.enabled");
             let text =
                 "bf16 (bfloat16) and fp16 are both enabled, but they are mutually exclusive; disable one of them";
-            walk.problem(ConfigRule::Conflict, "bf16.enabled", place, text);
+            walk.problem(ConfigRule::Conflict, "bf16.enabled", position, text);
             Precision::F32
         }
         (true, false) => fp16(walk),
@@ -203,8 +203,8 @@ fn states(walk: &mut ConfigWalk<'_>, stage: ZeroStage, precision: Precision) -> 
         } else {
             continue;
         };
-        let place = walk.place(key);
-        walk.problem(ConfigRule::Conflict, key, place, text);
+        let position = walk.position(key);
+        walk.problem(ConfigRule::Conflict, key, position, text);
     }
     StatePrecision { master_weights: !fp16_master && !bf16_master, bf16_moments }
 }
@@ -226,11 +226,11 @@ fn fp16(walk: &mut ConfigWalk<'_>) -> Precision {
     for (key, value, is_valid, allowed) in rules {
         if dynamic && !is_valid {
             let path = format!("fp16.{key}");
-            let place = walk.place(&path);
+            let position = walk.position(&path);
             walk.problem(
                 ConfigRule::Range,
                 &path,
-                place,
+                position,
                 format!("expected {allowed} with a dynamic loss scale, found {value}"),
             );
         }
@@ -271,9 +271,9 @@ fn autocast(walk: &mut ConfigWalk<'_>, precision: Precision) -> Option<DType> {
         "int8" => (ConfigRule::Unsupported, "is not supported: integer products have no gradient; use \"bfloat16\""),
         _ => (ConfigRule::Range, "is unknown; use \"bfloat16\" or \"float32\""),
     };
-    let place = walk.place(key);
-    let text = format!("\"{}\" {text}", shown(&name));
-    walk.problem(rule, key, place, text);
+    let position = walk.position(key);
+    let text = format!("\"{}\" {text}", printable(&name));
+    walk.problem(rule, key, position, text);
     None
 }
 
@@ -284,7 +284,8 @@ fn check_safe_modules(walk: &mut ConfigWalk<'_>) {
     let classes = walk.strings(key);
     let is_layer_class =
         |path: &str| path.rsplit(['.', ':']).next().is_some_and(|class| LAYER_CLASSES.contains(&class));
-    let unknown: Vec<String> = classes.iter().filter(|path| !is_layer_class(path)).map(|path| shown(path)).collect();
+    let unknown: Vec<String> =
+        classes.iter().filter(|path| !is_layer_class(path)).map(|path| printable(path)).collect();
     if !unknown.is_empty() {
         let text = format!(
             "not supported for \"{}\": the supported classes are named {}, and all gradients are communicated in \
@@ -292,8 +293,8 @@ fn check_safe_modules(walk: &mut ConfigWalk<'_>) {
             unknown.join("\", \""),
             LAYER_CLASSES.join(", ")
         );
-        let place = walk.place(key);
-        walk.problem(ConfigRule::Unsupported, key, place, text);
+        let position = walk.position(key);
+        walk.problem(ConfigRule::Unsupported, key, position, text);
     }
 }
 
@@ -301,21 +302,21 @@ fn check_safe_modules(walk: &mut ConfigWalk<'_>) {
 fn check_gradients(walk: &mut ConfigWalk<'_>, stage: ZeroStage, precision: Precision) {
     let sum = "gradient_allreduce_op";
     if gradient_op(walk) == GradientOp::Sum && stage == ZeroStage::Three {
-        let place = walk.place(sum);
+        let position = walk.position(sum);
         walk.problem(
             ConfigRule::Conflict,
             sum,
-            place,
+            position,
             "gradient_allreduce_op \"sum\" is not possible with stage 3; use mean",
         );
     }
     let factor = walk.float("gradient_predivide_factor");
     if factor == 0.0 {
-        let place = walk.place("gradient_predivide_factor");
+        let position = walk.position("gradient_predivide_factor");
         walk.problem(
             ConfigRule::Range,
             "gradient_predivide_factor",
-            place,
+            position,
             "expected a number greater than 0, found 0",
         );
     }
@@ -323,14 +324,14 @@ fn check_gradients(walk: &mut ConfigWalk<'_>, stage: ZeroStage, precision: Preci
         let text =
             format!("is not possible with stage {stage} and reduce_scatter; set reduce_scatter to false, or remove");
         if factor != 1.0 {
-            let place = walk.place("gradient_predivide_factor");
+            let position = walk.position("gradient_predivide_factor");
             let text = format!("{factor} {text} gradient_predivide_factor");
-            walk.problem(ConfigRule::Conflict, "gradient_predivide_factor", place, text);
+            walk.problem(ConfigRule::Conflict, "gradient_predivide_factor", position, text);
         }
         if walk.bool("prescale_gradients") {
-            let place = walk.place("prescale_gradients");
+            let position = walk.position("prescale_gradients");
             let text = format!("true {text} prescale_gradients");
-            walk.problem(ConfigRule::Conflict, "prescale_gradients", place, text);
+            walk.problem(ConfigRule::Conflict, "prescale_gradients", position, text);
         }
     }
     let norm = "zero_optimization.compute_grad_norm";
@@ -341,10 +342,10 @@ fn check_gradients(walk: &mut ConfigWalk<'_>, stage: ZeroStage, precision: Preci
         let offloaded = walk.str("zero_optimization.offload_optimizer.device").is_some_and(|device| device != "none");
         let is_stage_1_or_2 = matches!(stage, ZeroStage::One | ZeroStage::Two);
         if !is_stage_1_or_2 || walk.float("gradient_clipping") != 0.0 || offloaded || f32_sums {
-            let place = walk.place(norm);
+            let position = walk.position(norm);
             let text = "false needs stage 1 or 2, gradient_clipping 0 and no offloaded optimizer, and is not possible at \
                         stage 1 with bf16 and f32 accumulation";
-            walk.problem(ConfigRule::Conflict, norm, place, text);
+            walk.problem(ConfigRule::Conflict, norm, position, text);
         }
     }
 }
@@ -355,14 +356,19 @@ fn check_zero(walk: &mut ConfigWalk<'_>, stage: ZeroStage) {
     let size = walk.count(bucket);
     // Checked only if the key itself is given: the deprecated `allgather_size` may be odd.
     if stage <= ZeroStage::Two && !size.is_multiple_of(2) && walk.given.contains_key(bucket) {
-        let place = walk.place(bucket);
+        let position = walk.position(bucket);
         let text = format!("expected an even number at stages 0 to 2, as in DeepSpeed, found {size}; use {}", size - 1);
-        walk.problem(ConfigRule::Range, bucket, place, text);
+        walk.problem(ConfigRule::Range, bucket, position, text);
     }
     let ratio = "zero_optimization.offload_optimizer.ratio";
     if walk.get(ratio).and_then(Value::as_f64).is_some_and(|ratio| ratio < 1.0) && stage < ZeroStage::Three {
-        let place = walk.place(ratio);
-        walk.problem(ConfigRule::Conflict, ratio, place, format!("a share below 1 needs stage 3, not stage {stage}"));
+        let position = walk.position(ratio);
+        walk.problem(
+            ConfigRule::Conflict,
+            ratio,
+            position,
+            format!("a share below 1 needs stage 3, not stage {stage}"),
+        );
     }
     let weights = "zero_optimization.zero_quantized_weights";
     if walk.bool(weights) && stage < ZeroStage::Three {
@@ -392,14 +398,14 @@ fn mics_shard_size(walk: &mut ConfigWalk<'_>, zero: &ZeroConfig, world_size: usi
         walk.note(key, text);
         return None;
     }
-    let place = walk.place(key);
+    let position = walk.position(key);
     let ranks = usize::try_from(found).ok().filter(|ranks| world_size.is_multiple_of(*ranks));
     if ranks.is_none() {
         let divisors: Vec<String> =
             (1..=world_size).filter(|n| world_size.is_multiple_of(*n)).map(|n| n.to_string()).collect();
         let allowed = divisors.join(", ");
         let text = format!("expected a divisor of the number of ranks, {world_size} (one of {allowed}), found {found}");
-        walk.problem(ConfigRule::Range, key, place, text);
+        walk.problem(ConfigRule::Range, key, position, text);
     }
     if zero.hpz_partition_size > 1 {
         let hpz = zero.hpz_partition_size;
@@ -410,7 +416,7 @@ fn mics_shard_size(walk: &mut ConfigWalk<'_>, zero: &ZeroConfig, world_size: usi
             counted(found, "rank"),
             if found == 1 { "this rank" } else { "these ranks" }
         );
-        walk.problem(ConfigRule::Conflict, key, place, text);
+        walk.problem(ConfigRule::Conflict, key, position, text);
     }
     ranks
 }
@@ -426,8 +432,8 @@ fn fp32_modules(walk: &mut ConfigWalk<'_>, precision: Precision) -> Vec<String> 
         let text = "found an empty name, or a leading, trailing or double dot; a name must consist of complete \
                     dot-separated parts of parameter names, in which * matches any characters (\"ln_f\", \
                     \"mlp.c_proj\", \"ln_*\")";
-        let place = walk.place(key);
-        walk.problem(ConfigRule::Range, key, place, text);
+        let position = walk.position(key);
+        walk.problem(ConfigRule::Range, key, position, text);
     }
     if precision == Precision::F32 && !names.is_empty() {
         walk.note(key, "accepted, but has no effect here: the complete model is f32");
@@ -446,15 +452,15 @@ fn check_data_types(walk: &mut ConfigWalk<'_>, stage: ZeroStage, precision: Prec
     let key = "data_types.param_dtype";
     if let Some(other) = walk.str(key).filter(|name| *name != dtype) {
         let text = format!("\"{other}\" contradicts the fp16 and bf16 sections, which choose \"{dtype}\"");
-        let place = walk.place(key);
-        walk.problem(ConfigRule::Conflict, key, place, text);
+        let position = walk.position(key);
+        walk.problem(ConfigRule::Conflict, key, position, text);
     }
     let key = "data_types.grad_accum_dtype";
     if let Some(other) = walk.str(key).filter(|name| *name != dtype && stage == ZeroStage::Zero) {
         let text =
             format!("\"{other}\" differs from the model's \"{dtype}\": at stage 0 they must be equal, as in DeepSpeed");
-        let place = walk.place(key);
-        walk.problem(ConfigRule::Conflict, key, place, text);
+        let position = walk.position(key);
+        walk.problem(ConfigRule::Conflict, key, position, text);
     }
 }
 
@@ -490,11 +496,11 @@ fn check_data_efficiency(walk: &mut ConfigWalk<'_>) {
         .collect();
     let paths = if enabled.is_empty() { vec!["data_efficiency.enabled".to_string()] } else { enabled };
     for path in paths {
-        let place = walk.place(&path);
+        let position = walk.position(&path);
         walk.problem(
             ConfigRule::Unsupported,
             &path,
-            place,
+            position,
             "is on but not supported: it would change training; disable it",
         );
     }

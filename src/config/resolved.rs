@@ -92,7 +92,7 @@ pub struct Config {
     pub notes: Vec<ConfigNote>,
     /// Every key of DeepSpeed with its resolved value, including keys that have no effect in candle-zero; see
     /// [`Config::to_deepspeed_json`]. The fields above take precedence.
-    pub recorded: serde_json::Map<String, serde_json::Value>,
+    pub all_keys: serde_json::Map<String, serde_json::Value>,
 }
 
 /// `train_batch_size` = `train_micro_batch_size_per_gpu` x `gradient_accumulation_steps` x world size.

@@ -1,6 +1,6 @@
 //! Reads `scheduler`. The table of its parameters depends on its type.
 
-use super::note::shown;
+use super::note::printable;
 use super::optim::{needs_type, parameters, unknown_type};
 use super::walk::ConfigWalk;
 use super::{AdafactorConfig, ConfigRule, OneCycleConfig, OptimizerConfig, PerGroup, SchedulerConfig, WarmupType};
@@ -75,8 +75,8 @@ pub(super) fn scheduler(walk: &mut ConfigWalk<'_>, optimizer: Option<&OptimizerC
 
 /// Reports that the optimizer cannot have a schedule.
 fn report_conflict(walk: &mut ConfigWalk<'_>, why: &str) {
-    let place = walk.place("scheduler.type");
-    walk.problem(ConfigRule::Conflict, "scheduler.type", place, why);
+    let position = walk.position("scheduler.type");
+    walk.problem(ConfigRule::Conflict, "scheduler.type", position, why);
 }
 
 /// Returns the path of a parameter.
@@ -107,8 +107,8 @@ fn rate(walk: &mut ConfigWalk<'_>, key: &str) -> PerGroup {
 fn report_missing(walk: &mut ConfigWalk<'_>, key: &str, why: &str) {
     let path = param(key);
     if !walk.given.contains_key(&path) {
-        let place = walk.place(SCHEDULER);
-        walk.problem(ConfigRule::Type, &path, place, format!("required: {why}"));
+        let position = walk.position(SCHEDULER);
+        walk.problem(ConfigRule::Type, &path, position, format!("required: {why}"));
     }
 }
 
@@ -133,7 +133,7 @@ fn warm_up(walk: &mut ConfigWalk<'_>, name: &str, optimizer: Option<&OptimizerCo
         Some("linear") => WarmupType::Linear,
         Some("log") | None => WarmupType::Log,
         Some(other) => {
-            let other = shown(other);
+            let other = printable(other);
             let text = format!("\"{other}\" is unknown (log or linear): treated as \"log\", as in DeepSpeed");
             walk.note(&param("warmup_type"), text);
             walk.set(&param("warmup_type"), "log".into());
@@ -162,9 +162,9 @@ fn warm_up(walk: &mut ConfigWalk<'_>, name: &str, optimizer: Option<&OptimizerCo
     Some(if name == "WarmupDecayLR" {
         let decay_power = walk.float(&param("decay_power"));
         if decay_power <= 0.0 {
-            let place = walk.place(&param("decay_power"));
+            let position = walk.position(&param("decay_power"));
             let text = format!("expected a number above 0, found {decay_power}");
-            walk.problem(ConfigRule::Range, &param("decay_power"), place, text);
+            walk.problem(ConfigRule::Range, &param("decay_power"), position, text);
         }
         SchedulerConfig::WarmupDecayLr {
             decay_power,
@@ -217,8 +217,13 @@ fn one_cycle(walk: &mut ConfigWalk<'_>, optimizer: Option<&OptimizerConfig>) -> 
         decay_mom_rate: walk.float(&param("decay_mom_rate")),
     };
     if cycle_first_step_size == 0.0 {
-        let place = walk.place(&param("cycle_first_step_size"));
-        walk.problem(ConfigRule::Range, &param("cycle_first_step_size"), place, "expected a number above 0, found 0");
+        let position = walk.position(&param("cycle_first_step_size"));
+        walk.problem(
+            ConfigRule::Range,
+            &param("cycle_first_step_size"),
+            position,
+            "expected a number above 0, found 0",
+        );
     }
     if cycle.cycle_momentum {
         check_momentum(walk, &cycle, optimizer);
@@ -234,8 +239,13 @@ fn check_momentum(walk: &mut ConfigWalk<'_>, cycle: &OneCycleConfig, optimizer: 
     }
     for (key, beta) in [("cycle_min_mom", cycle.cycle_min_mom), ("cycle_max_mom", cycle.cycle_max_mom)] {
         if beta == 1.0 {
-            let place = walk.place(&param(key));
-            walk.problem(ConfigRule::Range, &param(key), place, "expected a number of at least 0 and below 1, found 1");
+            let position = walk.position(&param(key));
+            walk.problem(
+                ConfigRule::Range,
+                &param(key),
+                position,
+                "expected a number of at least 0 and below 1, found 1",
+            );
         }
     }
     let per_step = cycle.cycle_max_mom * cycle.decay_mom_rate / cycle.decay_step_size;

@@ -176,8 +176,8 @@ fn bound(schema: &mut Value, word: &str, limit: Option<Value>) {
 fn description(key: &ConfigKey) -> String {
     let meaning = key.meaning;
     match key.status {
-        KeyStatus::Honoured | KeyStatus::OfSection | KeyStatus::OfRefused => meaning.to_string(),
-        KeyStatus::AsEveryUnit(why) => format!("{meaning} Treated as every_unit: {why}."),
+        KeyStatus::Honoured | KeyStatus::Inherited | KeyStatus::InRefusedSection => meaning.to_string(),
+        KeyStatus::ImpliesEveryUnit(why) => format!("{meaning} Treated as every_unit: {why}."),
         KeyStatus::NoEffect(why) => format!("{meaning} Has no effect here: {why}."),
         KeyStatus::Refused(why) => format!("{meaning} Only the default is accepted: {why}."),
         KeyStatus::RefusedAbove1(why) => format!("{meaning} More than 1 is refused: {why}."),

@@ -148,8 +148,8 @@ pub fn read_value(path: &Path) -> Result<Value> {
 fn read(origin: &str, bytes: &[u8]) -> Result<JsonNode> {
     let origin = origin.to_string();
     hjson::read_object(bytes).map_err(|error| match error {
-        HjsonError::Syntax { place, expected, found } => {
-            Error::from(ConfigError::Syntax { origin, place, expected, found })
+        HjsonError::Syntax { position, expected, found } => {
+            Error::from(ConfigError::Syntax { origin, position, expected, found })
         }
         HjsonError::Duplicate { path, first, second } => {
             Error::from(ConfigError::DuplicateKey { origin, path, first, second })

@@ -13,7 +13,7 @@ impl Config {
     ///
     /// Loading the returned value gives this configuration again (for the same number of ranks).
     pub fn to_deepspeed_json(&self) -> Value {
-        let mut tree = self.recorded.clone();
+        let mut tree = self.all_keys.clone();
         for (path, value) in self.fields() {
             set(&mut tree, path, value);
         }
@@ -147,7 +147,7 @@ impl Config {
             if let Some(after) = offload.delayed_update_after {
                 fields.extend([("delayed_update", json!(true)), ("delayed_update_after", json!(after))]);
             }
-            (&offload.to, fields)
+            (&offload.device, fields)
         });
         let param = zero.offload_param.as_ref().map(|offload| {
             let fields = vec![
@@ -156,7 +156,7 @@ impl Config {
                 ("max_in_cpu", json!(offload.max_in_cpu)),
                 ("pin_memory", json!(offload.pin_memory)),
             ];
-            (&offload.to, fields)
+            (&offload.device, fields)
         });
         for (section, field) in [(offload::OPTIMIZER, optimizer), (offload::PARAM, param)] {
             let mut names = section.path.split('.');
@@ -175,7 +175,7 @@ impl Config {
                         set("nvme_path", json!(path.to_string_lossy()));
                     }
                 }
-                None if recorded && self.zero.stage >= section.from => set("device", json!("none")),
+                None if recorded && self.zero.stage >= section.min_stage => set("device", json!("none")),
                 None => {}
             }
         }

@@ -3,7 +3,7 @@
 use super::ConfigRule;
 use super::json_node::{JsonNode, JsonValue};
 use super::keys::{ConfigKey, ConfigValueKind};
-use super::note::shown;
+use super::note::printable;
 use serde_json::Value;
 
 /// The reason why a value does not fit its key.
@@ -21,7 +21,8 @@ pub(crate) fn convert(node: &JsonNode, key: &ConfigKey, lenient: bool) -> Result
 }
 
 fn convert_kind(node: &JsonNode, kind: ConfigValueKind, lenient: bool) -> Result<Value, ValueMismatch> {
-    let mismatch = || Err((ConfigRule::Type, format!("expected {}, found {}", needed(kind), found(node))));
+    let mismatch =
+        || Err((ConfigRule::Type, format!("expected {}, found {}", describe_kind(kind), describe_value(node))));
     match kind {
         ConfigValueKind::Bool => boolean(node, lenient).map_or_else(mismatch, |b| Ok(Value::Bool(b))),
         ConfigValueKind::Int(min, max) | ConfigValueKind::IntNoBool(min, max) => {
@@ -31,7 +32,7 @@ fn convert_kind(node: &JsonNode, kind: ConfigValueKind, lenient: bool) -> Result
                     JsonValue::Long(digits) => {
                         let bound =
                             if digits.starts_with('-') { format!("{min} or more") } else { format!("at most {max}") };
-                        Err((ConfigRule::Range, format!("expected {bound}, found {}", shown(digits))))
+                        Err((ConfigRule::Range, format!("expected {bound}, found {}", printable(digits))))
                     }
                     _ => mismatch(),
                 },
@@ -67,11 +68,9 @@ fn convert_kind(node: &JsonNode, kind: ConfigValueKind, lenient: bool) -> Result
             let JsonValue::String(s) = &node.value else { return mismatch() };
             let any_case = matches!(kind, ConfigValueKind::OneOfAnyCase(_));
             let same = |word: &&&str| **word == s || (any_case && word.eq_ignore_ascii_case(s));
-            words
-                .iter()
-                .find(same)
-                .map(|word| Value::from(*word))
-                .ok_or_else(|| (ConfigRule::Range, format!("expected {}, found {}", needed(kind), found(node))))
+            words.iter().find(same).map(|word| Value::from(*word)).ok_or_else(|| {
+                (ConfigRule::Range, format!("expected {}, found {}", describe_kind(kind), describe_value(node)))
+            })
         }
         ConfigValueKind::Strings | ConfigValueKind::StringsOrOne => match (&node.value, strings(node)) {
             (JsonValue::String(s), _) if kind == ConfigValueKind::StringsOrOne => Ok(Value::from(vec![s.as_str()])),
@@ -172,7 +171,7 @@ fn float_range(min: f64, max: f64) -> String {
 }
 
 /// Describes the values that a kind accepts, for a message.
-pub(crate) fn needed(kind: ConfigValueKind) -> String {
+pub(crate) fn describe_kind(kind: ConfigValueKind) -> String {
     match kind {
         ConfigValueKind::Bool => "true or false".into(),
         ConfigValueKind::Int(i64::MIN, i64::MAX) | ConfigValueKind::IntNoBool(i64::MIN, i64::MAX) => {
@@ -184,7 +183,7 @@ pub(crate) fn needed(kind: ConfigValueKind) -> String {
         ConfigValueKind::Float(f64::MIN, f64::MAX) => "a number".into(),
         ConfigValueKind::Float(min, max) => format!("a number ({})", float_range(min, max)),
         ConfigValueKind::PerGroup(min, max) => {
-            format!("{} or a list with one per parameter group", needed(ConfigValueKind::Float(min, max)))
+            format!("{} or a list with one per parameter group", describe_kind(ConfigValueKind::Float(min, max)))
         }
         ConfigValueKind::Str => "a string".into(),
         ConfigValueKind::OneOf(words) => format!("one of {}", quoted(words)),
@@ -192,7 +191,7 @@ pub(crate) fn needed(kind: ConfigValueKind) -> String {
         ConfigValueKind::Strings => "a list of strings".into(),
         ConfigValueKind::StringsOrOne => "a list of strings or one string".into(),
         ConfigValueKind::Betas => "a list of two numbers".into(),
-        ConfigValueKind::AutoOr(inner) => format!("{} or \"auto\"", needed(*inner)),
+        ConfigValueKind::AutoOr(inner) => format!("{} or \"auto\"", describe_kind(*inner)),
         ConfigValueKind::Any => "anything".into(),
         ConfigValueKind::Section => "an object `{...}`".into(),
     }
@@ -203,13 +202,13 @@ fn quoted(words: &[&str]) -> String {
 }
 
 /// Describes the value found, for a message.
-pub(crate) fn found(node: &JsonNode) -> String {
+pub(crate) fn describe_value(node: &JsonNode) -> String {
     const MAX_SHOWN_CHARS: usize = 40;
     match &node.value {
         JsonValue::Null => "null".into(),
         JsonValue::Bool(b) => format!("{b}"),
         JsonValue::Int(i) => format!("the number {i}"),
-        JsonValue::Long(digits) => format!("the number {}", shown(digits)),
+        JsonValue::Long(digits) => format!("the number {}", printable(digits)),
         JsonValue::Float(x) => format!("the number {x}"),
         JsonValue::String(s) if s.chars().nth(MAX_SHOWN_CHARS).is_some() => {
             format!("the string \"{}...\"", s.chars().take(MAX_SHOWN_CHARS).collect::<String>().escape_debug())

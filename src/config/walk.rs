@@ -2,7 +2,7 @@
 
 use super::json_node::{JsonEntry, JsonValue};
 use super::keys::{self, ConfigKey, ConfigSection, ConfigValueKind, KeyStatus, join};
-use super::note::shown;
+use super::note::printable;
 use super::{ConfigNote, ConfigProblem, ConfigRule, RunValues, TextPosition, suggest, value_conversion};
 use serde_json::{Map, Value};
 use std::collections::HashMap;
@@ -50,23 +50,23 @@ impl<'a> ConfigWalk<'a> {
                 self.note(OLD_BF16, "an old name: ignored, because `bf16` is given too, as in DeepSpeed");
                 continue;
             }
-            let path = section.join(&shown(&entry.key));
+            let path = section.join(&printable(&entry.key));
             let Some(key) = section.key(&entry.key) else {
                 self.unknown(section, entry, path);
                 continue;
             };
             if let Some(other) = first_name.insert(key.name, &entry.key) {
                 let message = format!("the same as `{}`, which is given too; remove one of them", section.join(other));
-                self.problem(ConfigRule::Conflict, &path, entry.place, message);
+                self.problem(ConfigRule::Conflict, &path, entry.position, message);
                 continue;
             }
-            self.given.insert(section.join(key.name), entry.place);
+            self.given.insert(section.join(key.name), entry.position);
             match key.status {
                 KeyStatus::RemovedUnlessOff(_) if is_off(&entry.node.value) => {
                     self.note(&path, "is off, so it is ignored; this library does not support it");
                 }
                 KeyStatus::Removed(why) | KeyStatus::RemovedUnlessOff(why) => {
-                    self.problem(ConfigRule::Removed, &path, entry.place, why);
+                    self.problem(ConfigRule::Removed, &path, entry.position, why);
                 }
                 KeyStatus::Moved(to) => deprecated_entries.push((key, entry, to)),
                 _ => self.key(section, key, entry, section_is_off),
@@ -96,7 +96,7 @@ impl<'a> ConfigWalk<'a> {
         if let (ConfigValueKind::Str, JsonValue::String(text)) = (key.kind, &entry.node.value)
             && text.ends_with(',')
         {
-            let text = shown(text);
+            let text = printable(text);
             self.note(
                 &path,
                 format!("\"{text}\" ends with a comma: an unquoted string extends to the end of its line"),
@@ -113,7 +113,7 @@ impl<'a> ConfigWalk<'a> {
             }
             // Nothing in a section that is not checked can change training.
             Err(_) if !section.checked => {}
-            Err((rule, message)) => self.problem(rule, &section.join(&entry.key), entry.node.place, message),
+            Err((rule, message)) => self.problem(rule, &section.join(&entry.key), entry.node.position, message),
         }
     }
 
@@ -122,12 +122,12 @@ impl<'a> ConfigWalk<'a> {
         if key.default_value().as_ref() == Some(value) {
             return;
         }
-        let place = entry.node.place;
+        let position = entry.node.position;
         match key.status {
             KeyStatus::NoEffect(why) => self.note(path, format!("accepted, but has no effect here: {why}")),
-            KeyStatus::Refused(why) => self.problem(ConfigRule::Unsupported, path, place, unsupported(value, why)),
+            KeyStatus::Refused(why) => self.problem(ConfigRule::Unsupported, path, position, unsupported(value, why)),
             KeyStatus::RefusedAbove1(why) if value.as_i64().is_some_and(|n| n > 1) => {
-                self.problem(ConfigRule::Unsupported, path, place, unsupported(value, why));
+                self.problem(ConfigRule::Unsupported, path, position, unsupported(value, why));
             }
             _ => {}
         }
@@ -144,7 +144,7 @@ impl<'a> ConfigWalk<'a> {
             JsonValue::Object(inner) => {
                 if let KeyStatus::Refused(why) = key.status {
                     let message = format!("not supported: {why}; remove the section");
-                    return self.problem(ConfigRule::Unsupported, &path, entry.place, message);
+                    return self.problem(ConfigRule::Unsupported, &path, entry.position, message);
                 }
                 let section = keys::section(&path);
                 if key.default == "null" {
@@ -164,10 +164,10 @@ impl<'a> ConfigWalk<'a> {
             _ => {
                 let message = format!(
                     "expected {}, found {}",
-                    value_conversion::needed(ConfigValueKind::Section),
-                    value_conversion::found(&entry.node)
+                    value_conversion::describe_kind(ConfigValueKind::Section),
+                    value_conversion::describe_value(&entry.node)
                 );
-                self.problem(ConfigRule::Type, &path, entry.node.place, message);
+                self.problem(ConfigRule::Type, &path, entry.node.position, message);
             }
         }
     }
@@ -185,7 +185,7 @@ impl<'a> ConfigWalk<'a> {
             } else {
                 (ConfigRule::UnknownKey, "no such key here".to_string())
             };
-            self.problem(rule, &path, entry.place, message);
+            self.problem(rule, &path, entry.position, message);
         }
     }
 
@@ -194,12 +194,12 @@ impl<'a> ConfigWalk<'a> {
         let path = section.join(key.name);
         let value = match value_conversion::convert(&entry.node, key, section.lenient) {
             Ok(value) => value,
-            Err((rule, message)) => return self.problem(rule, &path, entry.node.place, message),
+            Err((rule, message)) => return self.problem(rule, &path, entry.node.position, message),
         };
         let target = section.join(to.split('.').next().unwrap_or(to));
         if self.given.contains_key(&target) && target.starts_with("zero_optimization.") {
             let message = format!("deprecated, and its new form `{target}` is given too; remove this one");
-            return self.problem(ConfigRule::Conflict, &path, entry.place, message);
+            return self.problem(ConfigRule::Conflict, &path, entry.position, message);
         }
         match (key.name, value) {
             ("cpu_offload" | "cpu_offload_param", Value::Bool(on)) => {
@@ -264,8 +264,8 @@ impl<'a> ConfigWalk<'a> {
             }
             KeyStatus::Refused(why) if is_on => {
                 let path = join(section.path, section.switch.unwrap_or_default());
-                let place = self.place(&path);
-                self.problem(ConfigRule::Unsupported, &path, place, unsupported(&Value::Bool(true), why));
+                let position = self.position(&path);
+                self.problem(ConfigRule::Unsupported, &path, position, unsupported(&Value::Bool(true), why));
             }
             _ => {
                 if let Some(note) = section.when_off
@@ -278,8 +278,14 @@ impl<'a> ConfigWalk<'a> {
     }
 
     /// Adds a problem.
-    pub fn problem(&mut self, rule: ConfigRule, path: &str, place: Option<TextPosition>, message: impl Into<String>) {
-        self.problems.push(ConfigProblem { rule, path: path.into(), place, message: message.into() });
+    pub fn problem(
+        &mut self,
+        rule: ConfigRule,
+        path: &str,
+        position: Option<TextPosition>,
+        message: impl Into<String>,
+    ) {
+        self.problems.push(ConfigProblem { rule, path: path.into(), position, message: message.into() });
     }
 
     /// Adds a note.
@@ -288,7 +294,7 @@ impl<'a> ConfigWalk<'a> {
     }
 
     /// Returns the position of a key in the file.
-    pub fn place(&self, path: &str) -> Option<TextPosition> {
+    pub fn position(&self, path: &str) -> Option<TextPosition> {
         self.given.get(path).copied().flatten()
     }
 

@@ -2,8 +2,8 @@
 
 use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
 use super::kernel_launch::arguments;
-use super::kernel_module::{KernelFunction, KernelModule, module, over, suffix};
-use super::tensor_storage::written;
+use super::kernel_module::{KernelFunction, KernelModule, launch_over, module, suffix};
+use super::tensor_storage::alloc_and_write;
 use crate::kernels::gemm::Activation;
 use crate::util::counted;
 use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
@@ -38,13 +38,13 @@ fn check(first: &DeviceFlatRef<'_>, others: &[&DeviceFlatRef<'_>]) -> Result<()>
 /// Computes f(x).
 pub(crate) fn forward(device: &CudaDevice, function: Activation, x: &DeviceFlatRef<'_>) -> Result<CudaStorage> {
     let count = x.len();
-    written(device, x.dtype(), count, |y| {
+    alloc_and_write(device, x.dtype(), count, |y| {
         if count == 0 {
             return Ok(());
         }
         let kernel = kernel(device, function, "", x.dtype())?;
         // SAFETY: the kernel takes a count and that many elements of two arrays of x's dtype.
-        unsafe { kernel.run(over(count), arguments![count, x, y]) }
+        unsafe { kernel.run(launch_over(count), arguments![count, x, y]) }
     })
 }
 
@@ -69,7 +69,7 @@ pub(crate) fn backward(
     }
     let kernel = kernel(device, function, "_backward", x.dtype())?;
     // SAFETY: the kernel takes a count and that many elements of three arrays of x's dtype.
-    unsafe { kernel.run(over(count), arguments![count, x, dy, dx]) }
+    unsafe { kernel.run(launch_over(count), arguments![count, x, dy, dx]) }
 }
 
 /// Computes f(gate) * up.
@@ -80,13 +80,13 @@ pub(crate) fn gated(
 ) -> Result<CudaStorage> {
     let count = gate.len();
     check(gate, &[up])?;
-    written(device, gate.dtype(), count, |y| {
+    alloc_and_write(device, gate.dtype(), count, |y| {
         if count == 0 {
             return Ok(());
         }
         let kernel = kernel(device, function, "_gated", gate.dtype())?;
         // SAFETY: the kernel takes a count and that many elements of three arrays of the gate's dtype.
-        unsafe { kernel.run(over(count), arguments![count, gate, up, y]) }
+        unsafe { kernel.run(launch_over(count), arguments![count, gate, up, y]) }
     })
 }
 
@@ -100,14 +100,14 @@ pub(crate) fn gated_backward(
     let (count, dtype) = (gate.len(), gate.dtype());
     check(gate, &[up, dy])?;
     let mut dup = None;
-    let dgate = written(device, dtype, count, |dgate| {
-        dup = Some(written(device, dtype, count, |dup| {
+    let dgate = alloc_and_write(device, dtype, count, |dgate| {
+        dup = Some(alloc_and_write(device, dtype, count, |dup| {
             if count == 0 {
                 return Ok(());
             }
             let kernel = kernel(device, function, "_gated_backward", dtype)?;
             // SAFETY: the kernel takes a count and that many elements of five arrays of the gate's dtype.
-            unsafe { kernel.run(over(count), arguments![count, gate, up, dy, dgate, dup]) }
+            unsafe { kernel.run(launch_over(count), arguments![count, gate, up, dy, dgate, dup]) }
         })?);
         Ok(())
     })?;

@@ -2,7 +2,7 @@
 
 use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
 use super::kernel_launch::arguments;
-use super::kernel_module::{KernelModule, module, over, suffix};
+use super::kernel_module::{KernelModule, launch_over, module, suffix};
 use crate::util::counted;
 use candle_core::{CudaDevice, Result, bail};
 
@@ -46,7 +46,7 @@ pub(super) fn scale(device: &CudaDevice, values: DeviceFlatMut<'_>, factor: f32)
     }
     let function = KERNELS.function(device, &format!("scale_{}", suffix(values.dtype())))?;
     // SAFETY: the kernel takes a count, that many elements of the dtype in its name, and a factor.
-    unsafe { function.run(over(count), arguments![count, values, factor]) }
+    unsafe { function.run(launch_over(count), arguments![count, values, factor]) }
 }
 
 fn run(device: &CudaDevice, kernel: &str, to: DeviceFlatMut<'_>, from: &DeviceFlatRef<'_>, factor: f32) -> Result<()> {
@@ -59,7 +59,7 @@ fn run(device: &CudaDevice, kernel: &str, to: DeviceFlatMut<'_>, from: &DeviceFl
     }
     let function = KERNELS.function(device, &format!("{kernel}_{}_{}", suffix(to.dtype()), suffix(from.dtype())))?;
     // SAFETY: the kernel takes a count, that many elements of each array, of the dtypes in its name, and a factor.
-    unsafe { function.run(over(count), arguments![count, to, from, factor]) }
+    unsafe { function.run(launch_over(count), arguments![count, to, from, factor]) }
 }
 
 #[cfg(test)]
@@ -84,11 +84,11 @@ mod tests {
             let mut on_host = Flat::from_f32(numbers.iter().rev().copied().collect(), d);
             let (mut to, source) = (upload(&on_host), upload(&from));
             for factor in [0.7, 1.0, 1.0 / 3.0] {
-                let source = source.part(0..n - 1).unwrap();
-                add_scaled(&device, to.part_mut(1..n).unwrap(), &source, factor).unwrap();
+                let source = source.slice(0..n - 1).unwrap();
+                add_scaled(&device, to.slice_mut(1..n).unwrap(), &source, factor).unwrap();
                 on_host.slice_mut(1..n).add_scaled(from.slice(0..n - 1), factor);
                 assert_eq!(to.to_host(0..n).unwrap(), on_host, "{d:?} += {factor} {s:?}");
-                scale(&device, to.part_mut(3..n).unwrap(), factor).unwrap();
+                scale(&device, to.slice_mut(3..n).unwrap(), factor).unwrap();
                 on_host.slice_mut(3..n).scale(factor);
                 assert_eq!(to.to_host(0..n).unwrap(), on_host, "{d:?} *= {factor}");
             }
@@ -99,6 +99,6 @@ mod tests {
     fn nothing_is_scaled_without_a_launch() {
         let Ok(device) = CudaDevice::new(0) else { return };
         let mut nothing = DeviceFlat::zeros(&device, DType::F16, 0).unwrap();
-        scale(&device, nothing.part_mut(0..0).unwrap(), 2.0).unwrap();
+        scale(&device, nothing.slice_mut(0..0).unwrap(), 2.0).unwrap();
     }
 }

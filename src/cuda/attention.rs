@@ -26,7 +26,7 @@ mod element;
 mod tile_sizes;
 
 /// Returns whether the kernels support attention of these sizes on this device.
-pub(crate) fn takes(device: &CudaDevice, h: &AttentionShape) -> bool {
+pub(crate) fn supports(device: &CudaDevice, h: &AttentionShape) -> bool {
     // From compute capability 8.0 on, tensor cores support bfloat16, and a block can have enough shared memory.
     let capable = device.cuda_stream().context().compute_capability().is_ok_and(|(major, _)| major >= 8);
     let rows = h.batch.saturating_mul(h.time);
@@ -134,16 +134,16 @@ fn forward_of<E: AttentionElement>(
     let (mut out, mut lse) = unsafe {
         (device.alloc::<E>(h.batch * h.time * h.heads * h.head)?, device.alloc::<f32>(h.batch * h.time * h.heads)?)
     };
-    let block_sizes = call.how.forward;
-    let tiles = call.tiles(block_sizes.own)?;
+    let block_sizes = call.tile_sizes.forward;
+    let tiles = call.tiles(block_sizes.own_rows)?;
     let function = call.function::<E>("forward", block_sizes)?;
     let mut arguments = function.builder();
     arguments.arg(&call.sizes);
-    tiles.give(&mut arguments);
+    tiles.pass_to(&mut arguments);
     arguments.arg(&q.values).arg(&k.values).arg(&v.values).arg(&mut out).arg(&mut lse);
     // SAFETY: the kernel takes these arguments, in the format in its name; `AttentionCall` has checked that rows are
     // within the views, and tiles are within rows.
-    unsafe { arguments.launch(block_sizes.over([tiles.count, h.heads, 1])) }.w()?;
+    unsafe { arguments.launch(block_sizes.launch_over([tiles.count, h.heads, 1])) }.w()?;
     Ok((out, lse))
 }
 
@@ -190,25 +190,25 @@ fn backward_of<'a, E: AttentionElement>(
     };
     [call.sizes.dq_stride, call.sizes.dk_stride, call.sizes.dv_stride] = strides.map(|stride| stride as u32);
 
-    let block_sizes = call.how.backward;
-    let tiles = call.tiles(block_sizes.own)?;
+    let block_sizes = call.tile_sizes.backward;
+    let tiles = call.tiles(block_sizes.own_rows)?;
     let function = call.function::<E>("backward_queries", block_sizes)?;
     let mut arguments = function.builder();
     arguments.arg(&call.sizes);
-    tiles.give(&mut arguments);
+    tiles.pass_to(&mut arguments);
     arguments.arg(&q.values).arg(&k.values).arg(&v.values);
     arguments.arg(&dout).arg(lse).arg(&along).arg(&dq);
     // SAFETY: as in `forward_of`; `pointer` has checked the length of the gradients.
-    unsafe { arguments.launch(block_sizes.over([tiles.count, h.heads, 1])) }.w()?;
+    unsafe { arguments.launch(block_sizes.launch_over([tiles.count, h.heads, 1])) }.w()?;
 
     let function = call.function::<E>("backward_keys", block_sizes)?;
     let mut arguments = function.builder();
     arguments.arg(&call.sizes);
-    tiles.give(&mut arguments);
+    tiles.pass_to(&mut arguments);
     arguments.arg(&q.values).arg(&k.values).arg(&v.values);
     arguments.arg(&dout).arg(lse).arg(&along).arg(&dk).arg(&dv);
     // SAFETY: same as above.
-    unsafe { arguments.launch(block_sizes.over([tiles.count, h.kv_heads, block_sizes.planes])) }.w()?;
+    unsafe { arguments.launch(block_sizes.launch_over([tiles.count, h.kv_heads, block_sizes.planes])) }.w()?;
     Ok(())
 }
 

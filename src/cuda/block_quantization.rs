@@ -1,7 +1,7 @@
 //! Blocks of integers with a scale, encoded and decoded on the GPU: `kernels/block_quantization.cu`.
 
 use super::kernel_launch::arguments;
-use super::kernel_module::{KernelFunction, KernelModule, module, over, suffix};
+use super::kernel_module::{KernelFunction, KernelModule, launch_over, module, suffix};
 use crate::precision::{BLOCK, IntFormat};
 use candle_core::cuda_backend::cudarc::driver::sys::CUdeviceptr;
 use candle_core::cuda_backend::cudarc::driver::{CudaStream, LaunchConfig};
@@ -24,13 +24,14 @@ pub(super) struct BlockQuantizer {
 /// The layout of the elements of several ranks, the same number for each, and of the codes that represent them.
 #[derive(Clone, Copy)]
 pub(super) struct RankChunkLayout {
-    pub number: usize,
+    /// The number of ranks.
+    pub chunks: usize,
     /// The number of elements of each rank.
     pub count: usize,
     /// The distance from the elements of one rank to those of the next.
-    pub elements_apart: usize,
+    pub element_stride: usize,
     /// The distance from the bytes of one rank to those of the next, a multiple of 4.
-    pub bytes_apart: usize,
+    pub byte_stride: usize,
 }
 
 impl BlockQuantizer {
@@ -65,11 +66,11 @@ impl BlockQuantizer {
         elements: CUdeviceptr,
         bytes: CUdeviceptr,
     ) -> Result<()> {
-        let RankChunkLayout { count, elements_apart, bytes_apart, .. } = parts;
+        let RankChunkLayout { count, element_stride, byte_stride, .. } = parts;
         let skipped = skipped.unwrap_or(usize::MAX);
         // SAFETY: the kernel takes a count, the bytes, a distance, the elements, a distance, and the index of a part.
         // The caller vouches for the addresses.
-        unsafe { parts.run(&self.encode, arguments![count, bytes, bytes_apart, elements, elements_apart, skipped]) }
+        unsafe { parts.run(&self.encode, arguments![count, bytes, byte_stride, elements, element_stride, skipped]) }
     }
 
     /// Decodes each part's blocks and writes the elements.
@@ -80,10 +81,10 @@ impl BlockQuantizer {
     /// # Errors
     /// Returns an error if the driver reports one.
     pub unsafe fn decode(&self, parts: RankChunkLayout, bytes: CUdeviceptr, elements: CUdeviceptr) -> Result<()> {
-        let RankChunkLayout { count, elements_apart, bytes_apart, .. } = parts;
+        let RankChunkLayout { count, element_stride, byte_stride, .. } = parts;
         // SAFETY: the kernel takes a count, the elements, a distance, the bytes, and a distance. The caller vouches for
         // the addresses.
-        unsafe { parts.run(&self.decode, arguments![count, elements, elements_apart, bytes, bytes_apart]) }
+        unsafe { parts.run(&self.decode, arguments![count, elements, element_stride, bytes, byte_stride]) }
     }
 
     /// Sums `count` unquantized elements of this rank and the decoded elements of the other ranks, in rank order and in
@@ -92,7 +93,7 @@ impl BlockQuantizer {
     /// # Safety
     /// `to` and `own` must each point to `count` elements, and must be equal or must not overlap. `bytes`, an address
     /// that is a multiple of 4, must point to the codes of `count` elements of each other rank, in rank order.
-    /// `bytes_apart`, the distance between the codes of two ranks, must be a multiple of 4. Nothing else may write to
+    /// `byte_stride`, the distance between the codes of two ranks, must be a multiple of 4. Nothing else may write to
     /// any of this memory.
     ///
     /// # Errors
@@ -101,14 +102,14 @@ impl BlockQuantizer {
         &self,
         count: usize,
         (to, own): (CUdeviceptr, CUdeviceptr),
-        (bytes, bytes_apart): (CUdeviceptr, usize),
+        (bytes, byte_stride): (CUdeviceptr, usize),
         (rank, ranks): (usize, usize),
     ) -> Result<()> {
         let (rank, ranks) = (rank as c_int, ranks as c_int);
-        let layout = RankChunkLayout { number: 1, count, elements_apart: 0, bytes_apart };
+        let layout = RankChunkLayout { chunks: 1, count, element_stride: 0, byte_stride };
         // SAFETY: the kernel takes a count, the sums, the elements, the bytes, a distance, and two ints. The caller
         // vouches for the addresses.
-        unsafe { layout.run(&self.sum, arguments![count, to, own, bytes, bytes_apart, rank, ranks]) }
+        unsafe { layout.run(&self.sum, arguments![count, to, own, bytes, byte_stride, rank, ranks]) }
     }
 }
 
@@ -122,11 +123,11 @@ impl RankChunkLayout {
         kernel: &KernelFunction,
         arguments: [super::kernel_launch::KernelArgument<'_>; N],
     ) -> Result<()> {
-        if self.number == 0 || self.count == 0 {
+        if self.chunks == 0 || self.count == 0 {
             return Ok(());
         }
-        let one_part = over(self.count.div_ceil(BLOCK) * WARP);
-        let threads = LaunchConfig { grid_dim: (one_part.grid_dim.0, self.number as u32, 1), ..one_part };
+        let one_part = launch_over(self.count.div_ceil(BLOCK) * WARP);
+        let threads = LaunchConfig { grid_dim: (one_part.grid_dim.0, self.chunks as u32, 1), ..one_part };
         // SAFETY: as the caller promises.
         unsafe { kernel.run(threads, arguments) }
     }
@@ -195,7 +196,7 @@ mod tests {
             let stride = ints.encoded_len(len).next_multiple_of(4) + 8;
             let mut elements = DeviceFlat::of(&device, values.as_ref()).unwrap();
             let mut bytes = upload(&device, &[vec![], vec![], vec![]], stride);
-            let parts = RankChunkLayout { number: 3, count: len, elements_apart: len + 1, bytes_apart: stride };
+            let parts = RankChunkLayout { chunks: 3, count: len, element_stride: len + 1, byte_stride: stride };
             for skipped_part in [None, Some(0), Some(2), Some(3)] {
                 let (address, use_guard) = elements.address_mut(&stream).unwrap();
                 // SAFETY: the addresses are those of four parts of elements and of room for the codes of three.
@@ -269,7 +270,7 @@ mod tests {
             values[at] = bad;
             let values = Flat::from_f32(values, dtype);
             let stride = ints.encoded_len(len).next_multiple_of(4);
-            let parts = RankChunkLayout { number: 1, count: len, elements_apart: 0, bytes_apart: stride };
+            let parts = RankChunkLayout { chunks: 1, count: len, element_stride: 0, byte_stride: stride };
             let mut elements = DeviceFlat::of(&device, values.as_ref()).unwrap();
             let mut bytes = upload(&device, &[vec![]], stride);
             let (address, use_guard) = elements.address_mut(&stream).unwrap();

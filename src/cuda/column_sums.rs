@@ -2,7 +2,7 @@
 
 use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
 use super::kernel_launch::arguments;
-use super::kernel_module::{KernelModule, module, over, suffix};
+use super::kernel_module::{KernelModule, launch_over, module, suffix};
 use crate::util::{counted, is_or_are};
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, LaunchConfig};
 use candle_core::{CudaDevice, Result, bail};
@@ -32,7 +32,7 @@ impl RowChunking {
     }
 
     /// Allocates room for the chunks' sums.
-    pub fn room(&self, device: &CudaDevice) -> Result<CudaSlice<f32>> {
+    pub fn alloc_sums(&self, device: &CudaDevice) -> Result<CudaSlice<f32>> {
         // SAFETY: the kernel that receives this buffer writes all sums of all chunks.
         unsafe { device.alloc((self.chunks * self.width).max(1)) }
     }
@@ -47,7 +47,7 @@ impl RowChunking {
 /// Sums of columns within each chunk of rows, not yet added up over the chunks.
 #[derive(Debug)]
 pub(crate) struct PartialColumnSums {
-    pub(super) cut: RowChunking,
+    pub(super) chunking: RowChunking,
     pub(super) sums: CudaSlice<f32>,
 }
 
@@ -61,20 +61,20 @@ impl PartialColumnSums {
                 if x.len() == 1 { "does" } else { "do" }
             )
         }
-        let cut = RowChunking::of(x.len() / width, width);
-        let mut sums = cut.room(device)?;
-        if cut.rows > 0 {
+        let chunking = RowChunking::of(x.len() / width, width);
+        let mut sums = chunking.alloc_sums(device)?;
+        if chunking.rows > 0 {
             let function = KERNELS.function(device, &format!("column_sums_{}", suffix(x.dtype())))?;
-            let RowChunking { rows, width, per_chunk, .. } = cut;
+            let RowChunking { rows, width, per_chunk, .. } = chunking;
             // SAFETY: the kernel takes rows of this width, split this way, and a sum for each column and chunk.
-            unsafe { function.run(cut.launch(), arguments![rows, width, per_chunk, x, &mut sums])? };
+            unsafe { function.run(chunking.launch(), arguments![rows, width, per_chunk, x, &mut sums])? };
         }
-        Ok(Self { cut, sums })
+        Ok(Self { chunking, sums })
     }
 
     /// Writes the sums to a gradient, or adds them to it if `add` is set. Each element is rounded once.
     pub fn put(&self, device: &CudaDevice, grad: DeviceFlatMut<'_>, add: bool) -> Result<()> {
-        let RowChunking { width, chunks, .. } = self.cut;
+        let RowChunking { width, chunks, .. } = self.chunking;
         if grad.len() != width {
             bail!(
                 "column sums: the gradient has {}, but there {} {}",
@@ -86,6 +86,6 @@ impl PartialColumnSums {
         let function = KERNELS.function(device, &format!("sum_parts_{}", suffix(grad.dtype())))?;
         // SAFETY: the kernel takes a width, as many chunks of that width as the second number specifies, and a gradient
         // of that width.
-        unsafe { function.run(over(width), arguments![width, chunks, &self.sums, grad, add]) }
+        unsafe { function.run(launch_over(width), arguments![width, chunks, &self.sums, grad, add]) }
     }
 }

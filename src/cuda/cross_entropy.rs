@@ -2,8 +2,8 @@
 
 use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
 use super::kernel_launch::arguments;
-use super::kernel_module::{KernelFunction, KernelModule, module, over, suffix};
-use super::tensor_storage::written;
+use super::kernel_module::{KernelFunction, KernelModule, launch_over, module, suffix};
+use super::tensor_storage::alloc_and_write;
 use crate::util::{counted, is_or_are};
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, LaunchConfig};
 use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
@@ -124,8 +124,8 @@ pub(crate) fn gradients(
     let range = args.first..args.first + args.rows;
     let (scales, stride, divisor) = match scale {
         LossGradientScale::One => (None, 0usize, 1.0),
-        LossGradientScale::All(scale, divisor) => (Some(scale.part(0..1)?), 0, *divisor),
-        LossGradientScale::Each(scales, divisor) => (Some(scales.part(range.clone())?), 1, *divisor),
+        LossGradientScale::All(scale, divisor) => (Some(scale.slice(0..1)?), 0, *divisor),
+        LossGradientScale::Each(scales, divisor) => (Some(scales.slice(range.clone())?), 1, *divisor),
     };
     if scales.as_ref().is_some_and(|scales| scales.dtype() != DType::F32) {
         bail!("cross_entropy: the gradient of a loss must be f32")
@@ -150,7 +150,7 @@ pub(crate) fn mean(device: &CudaDevice, losses: &CudaSlice<f32>, count: usize, d
         let be = is_or_are(losses.len());
         bail!("cross_entropy: the number of losses must be at least {count}, but there {be} only {}", losses.len())
     }
-    written(device, DType::F32, 1, |mean| {
+    alloc_and_write(device, DType::F32, 1, |mean| {
         let launch = LaunchConfig { grid_dim: (1, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 };
         let function = KERNELS.function(device, "mean_of_losses")?;
         // SAFETY: the kernel takes a count, that many losses and a divisor, and writes one number.
@@ -171,7 +171,7 @@ pub(crate) fn scaled_by(
         let elements = counted(scale.len(), &format!("{:?} element", scale.dtype()));
         bail!("cross_entropy: the scale has {elements}, but must be one f32")
     }
-    written(device, dtype, count, |scaled| {
+    alloc_and_write(device, dtype, count, |scaled| {
         if count == 0 {
             return Ok(());
         }
@@ -179,6 +179,6 @@ pub(crate) fn scaled_by(
         let function = KERNELS.function(device, &name)?;
         // SAFETY: the kernel takes a count, that many elements of two arrays of the dtypes in its name, one number, and
         // a divisor.
-        unsafe { function.run(over(count), arguments![count, scaled, values, scale, divisor]) }
+        unsafe { function.run(launch_over(count), arguments![count, scaled, values, scale, divisor]) }
     })
 }

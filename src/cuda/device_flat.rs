@@ -2,7 +2,7 @@
 
 use super::array_ops::{add_scaled, copy_scaled, scale};
 use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
-use super::tensor_storage::room;
+use super::tensor_storage::alloc_uninit;
 use crate::precision::{Flat, FlatMut, FlatRef};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::cuda_backend::CudaStorageSlice;
@@ -25,7 +25,7 @@ impl DeviceFlat {
     /// # Errors
     /// Returns an error if the device is out of memory or the dtype is none of f32, bf16 and f16.
     pub fn with_capacity(device: &CudaDevice, dtype: DType, capacity: usize) -> Result<Self> {
-        Ok(Self { storage: room(device, dtype, capacity)?, len: 0 })
+        Ok(Self { storage: alloc_uninit(device, dtype, capacity)?, len: 0 })
     }
 
     /// Creates a buffer of `len` zeros.
@@ -171,7 +171,7 @@ impl DeviceFlat {
     pub fn extend_zeros(&mut self, count: usize) -> Result<()> {
         let range = self.grow_by(count)?;
         let device = self.device().clone();
-        self.part_mut(range)?.fill_zero(&device)
+        self.slice_mut(range)?.fill_zero(&device)
     }
 
     /// Appends elements `range` of another buffer of this device, cast to this buffer's dtype.
@@ -179,7 +179,7 @@ impl DeviceFlat {
     /// # Errors
     /// Same as for [`with_capacity`](Self::with_capacity).
     pub fn extend_from(&mut self, from: &Self, range: Range<usize>) -> Result<()> {
-        self.extend(&from.part(range)?)
+        self.extend(&from.slice(range)?)
     }
 
     /// Appends elements of this device, cast to this buffer's dtype.
@@ -211,7 +211,7 @@ impl DeviceFlat {
     ///
     /// # Errors
     /// Returns an error if `range` ends after the last element.
-    pub fn part(&self, range: Range<usize>) -> Result<DeviceFlatRef<'_>> {
+    pub fn slice(&self, range: Range<usize>) -> Result<DeviceFlatRef<'_>> {
         match super::elements(&self.storage, range.clone()) {
             Some(elements) if range.end <= self.len => Ok(elements),
             _ => bail!("elements {range:?} are out of range: the flat buffer has {}", self.len),
@@ -222,7 +222,7 @@ impl DeviceFlat {
     ///
     /// # Errors
     /// Returns an error if `range` ends after the last element.
-    pub fn part_mut(&mut self, range: Range<usize>) -> Result<DeviceFlatMut<'_>> {
+    pub fn slice_mut(&mut self, range: Range<usize>) -> Result<DeviceFlatMut<'_>> {
         let len = self.len;
         match super::elements_mut(&mut self.storage, range.clone()) {
             Some(elements) if range.end <= len => Ok(elements),
@@ -236,7 +236,7 @@ impl DeviceFlat {
     /// Returns an error if the driver reports one.
     pub fn copy_scaled(&mut self, range: Range<usize>, values: &DeviceFlatRef<'_>, factor: f32) -> Result<()> {
         let device = self.device().clone();
-        copy_scaled(&device, self.part_mut(range)?, values, factor)
+        copy_scaled(&device, self.slice_mut(range)?, values, factor)
     }
 
     /// Adds `values` times `factor` to the same number of elements, starting at element `to`, in f32, and rounds
@@ -246,7 +246,7 @@ impl DeviceFlat {
     /// Returns an error if the driver reports one.
     pub fn add_scaled(&mut self, to: usize, values: &DeviceFlatRef<'_>, factor: f32) -> Result<()> {
         let device = self.device().clone();
-        add_scaled(&device, self.part_mut(to..to + values.len())?, values, factor)
+        add_scaled(&device, self.slice_mut(to..to + values.len())?, values, factor)
     }
 
     /// Multiplies all elements by `factor` in f32, and rounds once.
@@ -255,7 +255,7 @@ impl DeviceFlat {
     /// Returns an error if the driver reports one.
     pub fn scale(&mut self, factor: f32) -> Result<()> {
         let (device, all) = (self.device().clone(), 0..self.len);
-        scale(&device, self.part_mut(all)?, factor)
+        scale(&device, self.slice_mut(all)?, factor)
     }
 
     /// Sets elements `range` to values from the host, which are cast to this buffer's dtype on the host.
@@ -265,11 +265,11 @@ impl DeviceFlat {
     pub fn write(&mut self, range: Range<usize>, values: FlatRef<'_>) -> Result<()> {
         let device = self.device().clone();
         if values.dtype() == self.dtype() {
-            return self.part_mut(range)?.write(&device, values);
+            return self.slice_mut(range)?.write(&device, values);
         }
         let mut cast = Flat::with_capacity(self.dtype(), values.len());
         cast.extend_cast(values);
-        self.part_mut(range)?.write(&device, cast.as_ref())
+        self.slice_mut(range)?.write(&device, cast.as_ref())
     }
 
     /// Replaces all elements with values from the host, cast to this buffer's dtype.
@@ -286,7 +286,7 @@ impl DeviceFlat {
     /// # Errors
     /// Returns an error if the driver reports one.
     pub fn read(&self, range: Range<usize>, values: FlatMut<'_>) -> Result<()> {
-        self.part(range)?.read(self.device(), values)
+        self.slice(range)?.read(self.device(), values)
     }
 
     /// Returns elements `range` on the host.
@@ -328,10 +328,10 @@ mod tests {
             let mut on_host = Flat::zeros(d, n);
             on_host.as_mut().copy_scaled(from.as_ref(), 0.7);
             assert_eq!(on_device.to_host(0..n).unwrap(), on_host, "{d:?} = 0.7 {s:?}");
-            on_device.copy_scaled(3..n, &source.part(0..n - 3).unwrap(), 1.0).unwrap();
+            on_device.copy_scaled(3..n, &source.slice(0..n - 3).unwrap(), 1.0).unwrap();
             on_host.slice_mut(3..n).copy_cast(from.slice(0..n - 3));
             assert_eq!(on_device.to_host(0..n).unwrap(), on_host, "{d:?} = {s:?}");
-            on_device.add_scaled(1, &source.part(0..n - 1).unwrap(), 0.3).unwrap();
+            on_device.add_scaled(1, &source.slice(0..n - 1).unwrap(), 0.3).unwrap();
             on_host.slice_mut(1..n).add_scaled(from.slice(0..n - 1), 0.3);
             assert_eq!(on_device.to_host(0..n).unwrap(), on_host, "{d:?} += {s:?}");
         }
@@ -349,7 +349,7 @@ mod tests {
         flat.shrink_to_fit().unwrap();
         flat.scale(3.0).unwrap();
         assert_eq!((flat.len(), flat.capacity_in_bytes()), (3, 12));
-        assert!(flat.part(2..4).is_err(), "the bytes after the elements must not be read");
+        assert!(flat.slice(2..4).is_err(), "the bytes after the elements must not be read");
         assert_eq!(flat.to_host(0..2).unwrap(), Flat::F32(vec![6.0, 9.0]));
         assert_eq!(flat.into_storage().to_cpu_storage().unwrap().as_slice::<f32>().unwrap().len(), 3);
     }

@@ -2,8 +2,8 @@
 
 use super::flat_view::DeviceFlatRef;
 use super::kernel_launch::arguments;
-use super::kernel_module::{KernelModule, module, over, suffix};
-use super::tensor_storage::written;
+use super::kernel_module::{KernelModule, launch_over, module, suffix};
+use super::tensor_storage::alloc_and_write;
 use candle_core::{CudaDevice, CudaStorage, Result};
 
 const KERNELS: KernelModule = module!("dropout");
@@ -24,7 +24,7 @@ pub(crate) fn dropout(
     assert!((0.0..1.0).contains(&p), "the dropout probability {p} is not in [0, 1)");
     let count = x.len();
     let (bound, scale) = ((f64::from(p) * 4_294_967_296.0) as u32, 1.0 / (1.0 - p));
-    written(device, x.dtype(), count, |y| {
+    alloc_and_write(device, x.dtype(), count, |y| {
         if count == 0 {
             return Ok(());
         }
@@ -33,6 +33,6 @@ pub(crate) fn dropout(
         let arguments = arguments![counters, count, x, y, scale, bound, seed, offset];
         // SAFETY: the kernel takes the number of counters, the number of elements, that many elements of two arrays, a
         // scale, a bound of 32 bits, and two words of 64 bits.
-        unsafe { function.run(over(counters), arguments) }
+        unsafe { function.run(launch_over(counters), arguments) }
     })
 }

@@ -2,8 +2,8 @@
 
 use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
 use super::kernel_launch::arguments;
-use super::kernel_module::{KernelModule, module, over, suffix};
-use super::tensor_storage::written;
+use super::kernel_module::{KernelModule, launch_over, module, suffix};
+use super::tensor_storage::alloc_and_write;
 use crate::util::counted;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, LaunchConfig};
 use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
@@ -35,14 +35,14 @@ pub(crate) fn look_up(
     if let Some(id) = ids.iter().find(|id| **id != NO_ROW && **id as usize >= rows) {
         bail!("embedding: row {id} was requested, but the table has {}", counted(rows, "row"))
     }
-    written(device, dtype, count, |y| {
+    alloc_and_write(device, dtype, count, |y| {
         if count == 0 {
             return Ok(());
         }
         let name = format!("look_up_{}_{}", suffix(dtype), suffix(table.dtype()));
         let (function, ids) = (KERNELS.function(device, &name)?, upload(device, ids)?);
         // SAFETY: the kernel takes ids of rows that the table has, of this width, and a result of `count` elements.
-        unsafe { function.run(over(count), arguments![count, width, &ids, table, y]) }
+        unsafe { function.run(launch_over(count), arguments![count, width, &ids, table, y]) }
     })
 }
 

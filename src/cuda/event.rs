@@ -16,7 +16,7 @@ impl TimedEvent {
     ///
     /// # Errors
     /// Returns an error if the driver reports one.
-    pub fn behind(stream: &CudaStream) -> Result<Self> {
+    pub fn record_on(stream: &CudaStream) -> Result<Self> {
         stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).w().map(Self)
     }
 
@@ -25,8 +25,8 @@ impl TimedEvent {
     ///
     /// # Errors
     /// Returns an error if the driver reports one.
-    pub fn when<const N: usize>(events: [&Self; N], stream: &CudaStream) -> Result<[Instant; N]> {
-        let last = Self::behind(stream)?;
+    pub fn host_times<const N: usize>(events: [&Self; N], stream: &CudaStream) -> Result<[Instant; N]> {
+        let last = Self::record_on(stream)?;
         last.0.synchronize().w()?;
         let now = Instant::now();
         let mut times = [now; N];
@@ -50,10 +50,10 @@ mod tests {
         let Ok(device) = CudaDevice::new(0) else { return };
         let stream = device.cuda_stream();
         let before = Instant::now();
-        let first = TimedEvent::behind(&stream).unwrap();
+        let first = TimedEvent::record_on(&stream).unwrap();
         let numbers = stream.alloc_zeros::<f32>(1 << 16).unwrap();
-        let second = TimedEvent::behind(&stream).unwrap();
-        let [first, second] = TimedEvent::when([&first, &second], &stream).unwrap();
+        let second = TimedEvent::record_on(&stream).unwrap();
+        let [first, second] = TimedEvent::host_times([&first, &second], &stream).unwrap();
         // The GPU's clock counts in steps of half a microsecond.
         assert!(before <= first + Duration::from_millis(1) && first <= second && second <= Instant::now());
         drop(numbers);

@@ -75,7 +75,7 @@ impl DeviceFlatMut<'_> {
     ///
     /// # Errors
     /// Returns an error if `range` ends before it starts or after the last element.
-    pub fn part(&mut self, range: Range<usize>) -> Result<DeviceFlatMut<'_>> {
+    pub fn slice_mut(&mut self, range: Range<usize>) -> Result<DeviceFlatMut<'_>> {
         if range.start > range.end || range.end > self.len() {
             let be = is_or_are(self.len());
             bail!("elements {range:?} are out of range: there {be} {}", self.len())

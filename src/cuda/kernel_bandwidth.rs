@@ -90,8 +90,8 @@ impl KernelBench {
         let mut flat = DeviceFlat::zeros(&self.device, dtype, len).unwrap();
         for start in (0..len).step_by(pattern.len()) {
             let part = start..len.min(start + pattern.len());
-            let source = pattern.part(0..part.len()).unwrap();
-            copy(&self.device, flat.part_mut(part).unwrap(), &source).unwrap();
+            let source = pattern.slice(0..part.len()).unwrap();
+            copy(&self.device, flat.slice_mut(part).unwrap(), &source).unwrap();
         }
         flat
     }
@@ -103,12 +103,12 @@ impl KernelBench {
 }
 
 fn all(flat: &DeviceFlat) -> DeviceFlatRef<'_> {
-    flat.part(0..flat.len()).unwrap()
+    flat.slice(0..flat.len()).unwrap()
 }
 
 fn all_mut(flat: &mut DeviceFlat) -> DeviceFlatMut<'_> {
     let range = 0..flat.len();
-    flat.part_mut(range).unwrap()
+    flat.slice_mut(range).unwrap()
 }
 
 fn flat(bench: &mut KernelBench) {
@@ -138,11 +138,11 @@ fn optimizer(bench: &mut KernelBench, name: &str, rule: &ElementwiseUpdate, stat
     bench.row(name, n * (8 * (1 + states) + 2 + 2), MIN_STREAMING_SHARE, || {
         let mut steps = MultiTensorStep::new(&device);
         for range in (0..arrays).map(|i| i * len..(i + 1) * len) {
-            let mut parts: Vec<_> = wide.iter_mut().map(|flat| flat.part_mut(range.clone()).unwrap()).collect();
-            let (param, copy) = (parts.remove(0), copy.part_mut(range.clone()).unwrap());
+            let mut parts: Vec<_> = wide.iter_mut().map(|flat| flat.slice_mut(range.clone()).unwrap()).collect();
+            let (param, copy) = (parts.remove(0), copy.slice_mut(range.clone()).unwrap());
             // SAFETY: the steps run below, while the buffers exist; each has separate elements, used on Candle's
             // stream.
-            unsafe { steps.add(rule, param, &grad.part(range).unwrap(), parts, Some(copy)).unwrap() }
+            unsafe { steps.add(rule, param, &grad.slice(range).unwrap(), parts, Some(copy)).unwrap() }
         }
         steps.run().unwrap();
     });
@@ -208,11 +208,11 @@ fn activations(bench: &mut KernelBench) {
         drop(activation::gated_backward(&device, Activation::Silu, [x, other], x).unwrap());
     });
     bench.row("bias and residual of a linear layer", 6 * n, MIN_STREAMING_SHARE, || {
-        drop(linear_epilogue::follow(&device, all_mut(&mut out), WIDTH, Some(bias), None, Some(other)).unwrap());
+        drop(linear_epilogue::apply(&device, all_mut(&mut out), WIDTH, Some(bias), None, Some(other)).unwrap());
     });
     bench.row("bias and GELU of a linear layer", 6 * n, MIN_STREAMING_SHARE, || {
         let function = Some(Activation::GeluTanh);
-        drop(linear_epilogue::follow(&device, all_mut(&mut out), WIDTH, Some(bias), function, None).unwrap());
+        drop(linear_epilogue::apply(&device, all_mut(&mut out), WIDTH, Some(bias), function, None).unwrap());
     });
     bench.row("dropout", 4 * n, MIN_SUMMING_SHARE, || drop(dropout::dropout(&device, x, 0.1, 7, 0).unwrap()));
     let (half, time) = (64, n / WIDTH);
@@ -269,7 +269,7 @@ fn attentions(bench: &KernelBench) {
     };
     for head in [64, 128] {
         let h = AttentionShape { batch, time, heads, kv_heads: heads, head };
-        if !attention::takes(device, &h) {
+        if !attention::supports(device, &h) {
             println!("-     attention, heads of {head}: composed of other operations on this GPU");
             continue;
         }

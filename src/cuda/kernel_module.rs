@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 /// The number of threads of a block in which each thread has separate elements.
 const THREADS: u32 = 256;
-/// The maximum number of blocks of a launch by [`over`], enough for several on every multiprocessor of a GPU.
+/// The maximum number of blocks of a launch by [`launch_over`], enough for several on every multiprocessor of a GPU.
 const MAX_BLOCKS: usize = 2048;
 
 /// The kernels of one file.
@@ -74,7 +74,7 @@ impl KernelFunction {
 }
 
 /// Returns a launch whose threads process `count` elements in a grid-stride loop.
-pub(crate) fn over(count: usize) -> LaunchConfig {
+pub(crate) fn launch_over(count: usize) -> LaunchConfig {
     let blocks = count.div_ceil(THREADS as usize).clamp(1, MAX_BLOCKS);
     LaunchConfig { grid_dim: (blocks as u32, 1, 1), block_dim: (THREADS, 1, 1), shared_mem_bytes: 0 }
 }

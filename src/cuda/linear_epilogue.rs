@@ -2,8 +2,8 @@
 
 use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
 use super::kernel_launch::{KernelArgument, arguments};
-use super::kernel_module::{KernelModule, module, over, suffix};
-use super::tensor_storage::written;
+use super::kernel_module::{KernelModule, launch_over, module, suffix};
+use super::tensor_storage::alloc_and_write;
 use crate::kernels::gemm::Activation;
 use crate::util::counted;
 use candle_core::{CudaDevice, CudaStorage, Result, bail};
@@ -13,7 +13,7 @@ const KERNELS: KernelModule = module!("linear_epilogue");
 /// Computes `residual + f(product + bias)` for products in rows of `width`. With a function, replaces the products with
 /// the function's arguments, and returns the result. Without one, replaces the products with the result, and returns
 /// `None`.
-pub(crate) fn follow(
+pub(crate) fn apply(
     device: &CudaDevice,
     products: DeviceFlatMut<'_>,
     width: usize,
@@ -46,10 +46,10 @@ pub(crate) fn follow(
         let arguments: [KernelArgument<'_>; 7] = arguments![count, width, products, bias, number, residual, y];
         // SAFETY: the kernel takes a count and that many elements of three arrays, a bias of the width, and a
         // function's number; without a function, it does not access the last array.
-        unsafe { kernel.run(over(count), arguments) }
+        unsafe { kernel.run(launch_over(count), arguments) }
     };
     match function {
         None => run(products, None).map(|()| None),
-        Some(_) => written(device, dtype, count, |y| run(products, Some(y))).map(Some),
+        Some(_) => alloc_and_write(device, dtype, count, |y| run(products, Some(y))).map(Some),
     }
 }

@@ -23,7 +23,7 @@ fn pool_of(device: &CudaDevice) -> Result<Option<sys::CUmemoryPool>> {
 ///
 /// # Errors
 /// Returns an error if the driver reports one.
-pub(crate) fn keep(device: &CudaDevice) -> Result<()> {
+pub(crate) fn retain_freed_memory(device: &CudaDevice) -> Result<()> {
     let Some(pool) = pool_of(device)? else { return Ok(()) };
     let threshold = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
     let mut bytes = u64::MAX;

@@ -70,4 +70,4 @@ pub(crate) use flat_view::{DeviceFlatMut, DeviceFlatRef};
 pub(crate) use kernel_module::KernelModule;
 pub use optimizer::ElementwiseUpdate;
 pub(crate) use square_sums::sums_of_squares;
-pub(crate) use tensor_storage::{elements, elements_mut, storage_of, written, zeros};
+pub(crate) use tensor_storage::{alloc_and_write, elements, elements_mut, storage_of, zeros};

@@ -48,7 +48,7 @@ pub(crate) use pending::PendingNcclCollective;
 
 use super::device_flat::DeviceFlat;
 use super::kernel_launch::arguments;
-use super::kernel_module::{KernelFunction, KernelModule, module, over, suffix};
+use super::kernel_module::{KernelFunction, KernelModule, launch_over, module, suffix};
 use crate::precision::IntFormat;
 use crate::util::counted;
 use candle_core::cuda_backend::WrapErr;
@@ -118,7 +118,7 @@ impl NcclComm {
             (rank, size),
             id,
             watch,
-            NcclBufferLimits { short: SHORT_BYTES, room: PEER_BUFFER_BYTES },
+            NcclBufferLimits { short: SHORT_BYTES, scratch: PEER_BUFFER_BYTES },
         )
     }
 
@@ -223,8 +223,8 @@ impl NcclComm {
     }
 
     /// Returns the number of bytes of device memory for elements from peers.
-    pub fn room_bytes(&self) -> usize {
-        self.0.room_bytes()
+    pub fn scratch_bytes(&self) -> usize {
+        self.0.scratch_bytes()
     }
 
     /// Sets whether later collectives record [the times](PendingNcclCollective::times) at which they ran.
@@ -328,9 +328,9 @@ impl NcclComm {
         // The kernel is loaded before anything is launched, because loading may wait for the device.
         let add = KERNELS.function(&self.0.device, &format!("sum_in_rank_order_{}", suffix(dtype)))?.on(&self.0.wire);
         let peers = size - 1;
-        let max_len = (self.0.limits.room / bytes / peers.max(1) / ALIGNMENT).max(1) * ALIGNMENT;
+        let max_len = (self.0.limits.scratch / bytes / peers.max(1) / ALIGNMENT).max(1) * ALIGNMENT;
         let stride = count.min(max_len).next_multiple_of(ALIGNMENT);
-        let pieces = if peers > 0 { launch.room(peers * stride * bytes)? } else { 0 };
+        let pieces = if peers > 0 { launch.scratch(peers * stride * bytes)? } else { 0 };
         let offset = |elements: usize| (elements * bytes) as CUdeviceptr;
         for start in (0..count).step_by(max_len) {
             let len = max_len.min(count - start);
@@ -365,5 +365,5 @@ unsafe fn run_sum(
     let (rank, size) = (rank as c_int, size as c_int);
     // SAFETY: the kernel takes a count, three addresses, a distance, and two ints. The caller vouches for the
     // addresses.
-    Ok(unsafe { add.run(over(count), arguments![count, to, own, pieces, stride, rank, size]) }?)
+    Ok(unsafe { add.run(launch_over(count), arguments![count, to, own, pieces, stride, rank, size]) }?)
 }

@@ -4,7 +4,7 @@ use super::column_sums::{PartialColumnSums, RowChunking};
 use super::flat_view::{DeviceFlatMut, DeviceFlatRef};
 use super::kernel_launch::{arguments, by_row};
 use super::kernel_module::{KernelModule, module, suffix};
-use super::tensor_storage::written;
+use super::tensor_storage::alloc_and_write;
 use crate::util::counted;
 use candle_core::cuda_backend::cudarc::driver::CudaSlice;
 use candle_core::{CudaDevice, CudaStorage, DType, Result, bail};
@@ -82,7 +82,7 @@ pub(crate) fn layer_norm(
     check_parameter(x, bias, width)?;
     let mut statistics = NormStatistics::new(device, x, width, true)?;
     let rows = statistics.rows;
-    let y = written(device, x.dtype(), x.len(), |y| {
+    let y = alloc_and_write(device, x.dtype(), x.len(), |y| {
         if rows == 0 {
             return Ok(());
         }
@@ -108,7 +108,7 @@ pub(crate) fn rms_norm(
     check_parameter(x, weight, width)?;
     let mut statistics = NormStatistics::new(device, x, width, false)?;
     let rows = statistics.rows;
-    let y = written(device, x.dtype(), x.len(), |y| {
+    let y = alloc_and_write(device, x.dtype(), x.len(), |y| {
         if rows == 0 {
             return Ok(());
         }
@@ -157,18 +157,18 @@ pub(crate) fn parameter_gradients(
 ) -> Result<(PartialColumnSums, Option<PartialColumnSums>)> {
     statistics.check(x, weight, dy)?;
     let NormStatistics { rows, width, means, factors } = statistics;
-    let cut = RowChunking::of(*rows, *width);
-    let mut weight_sums = cut.room(device)?;
-    let mut bias_sums = means.as_ref().map(|_| cut.room(device)).transpose()?;
+    let chunking = RowChunking::of(*rows, *width);
+    let mut weight_sums = chunking.alloc_sums(device)?;
+    let mut bias_sums = means.as_ref().map(|_| chunking.alloc_sums(device)).transpose()?;
     if *rows > 0 {
         let function = KERNELS.function(device, &format!("norm_parameter_gradients_{}", suffix(x.dtype())))?;
-        let (per_chunk, means) = (cut.per_chunk, means.as_ref());
+        let (per_chunk, means) = (chunking.per_chunk, means.as_ref());
         let arguments =
             arguments![*rows, *width, per_chunk, x, means, factors, dy, &mut weight_sums, bias_sums.as_mut()];
         // SAFETY: the kernel takes rows of this width, split this way, one or two numbers for each row, and sums for
         // each column and chunk.
-        unsafe { function.run(cut.launch(), arguments)? };
+        unsafe { function.run(chunking.launch(), arguments)? };
     }
-    let parts = |sums| PartialColumnSums { cut, sums };
+    let parts = |sums| PartialColumnSums { chunking, sums };
     Ok((parts(weight_sums), bias_sums.map(parts)))
 }

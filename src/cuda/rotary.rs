@@ -2,8 +2,8 @@
 
 use super::flat_view::DeviceFlatRef;
 use super::kernel_launch::arguments;
-use super::kernel_module::{KernelModule, module, over, suffix};
-use super::tensor_storage::written;
+use super::kernel_module::{KernelModule, launch_over, module, suffix};
+use super::tensor_storage::alloc_and_write;
 use crate::kernels::rope::{RotaryLayout, RotaryPairs};
 use crate::util::counted;
 use candle_core::cuda_backend::DeviceId;
@@ -55,7 +55,7 @@ pub(crate) enum RotaryPositions<'a> {
     /// Row r is at position `first + r % time`.
     From { first: usize, time: usize },
     /// A position for each row. All are below the second value.
-    Of(&'a CudaSlice<u32>, usize),
+    PerRow(&'a CudaSlice<u32>, usize),
 }
 
 /// Rotates the rows of `x`, each of `width` elements, by their angles times `direction`.
@@ -71,7 +71,7 @@ pub(crate) fn rotate(
     let adjacent = usize::from(pair_layout == RotaryPairs::Adjacent);
     let (end, time, first, row_positions) = match *positions {
         RotaryPositions::From { first, time } => (first + time, time, first, None),
-        RotaryPositions::Of(rows, end) => (end, 1, 0, Some(rows)),
+        RotaryPositions::PerRow(rows, end) => (end, 1, 0, Some(rows)),
     };
     let rows_fit = row_positions.is_none_or(|rows| rows.len() >= x.len() / width.max(1));
     if width == 0 || !width.is_multiple_of(head) || !x.len().is_multiple_of(width) || !rows_fit {
@@ -84,7 +84,7 @@ pub(crate) fn rotate(
     if end > angles.positions {
         bail!("rotary: {end} positions are needed, but the table has angles for only {}", angles.positions)
     }
-    written(device, x.dtype(), x.len(), |y| {
+    alloc_and_write(device, x.dtype(), x.len(), |y| {
         if pairs == 0 {
             return Ok(());
         }
@@ -94,6 +94,6 @@ pub(crate) fn rotate(
             arguments![pairs, half, head, adjacent, width, time, first, row_positions, cos, sin, direction, x, y];
         // SAFETY: the rows of `x` consist of full heads, the angles cover their positions, and the result has as many
         // elements as `x`.
-        unsafe { function.run(over(pairs), arguments) }
+        unsafe { function.run(launch_over(pairs), arguments) }
     })
 }

@@ -93,7 +93,7 @@ mod tests {
     fn sums_from(device: &CudaDevice, start: usize, flats: &[Flat]) -> Vec<f64> {
         let on_device: Vec<_> = flats.iter().map(|flat| DeviceFlat::of(device, flat.as_ref()).unwrap()).collect();
         let range = |flat: &DeviceFlat| start.min(flat.len())..flat.len();
-        let arrays: Vec<_> = on_device.iter().map(|flat| flat.part(range(flat)).unwrap()).collect();
+        let arrays: Vec<_> = on_device.iter().map(|flat| flat.slice(range(flat)).unwrap()).collect();
         sums_of_squares(device, &arrays).unwrap()
     }
 

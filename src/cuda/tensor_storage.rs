@@ -11,7 +11,7 @@ use std::ops::Range;
 ///
 /// # Errors
 /// Returns an error if the device is out of memory or the dtype is none of these.
-pub(crate) fn room(device: &CudaDevice, dtype: DType, len: usize) -> Result<CudaStorage> {
+pub(crate) fn alloc_uninit(device: &CudaDevice, dtype: DType, len: usize) -> Result<CudaStorage> {
     // Some drivers do not allocate zero bytes.
     let len = len.max(1);
     // SAFETY: every caller has a kernel write the complete memory before anything reads it.
@@ -29,9 +29,9 @@ pub(crate) fn room(device: &CudaDevice, dtype: DType, len: usize) -> Result<Cuda
 /// Allocates `len` zeros of f32, bf16 or f16.
 ///
 /// # Errors
-/// Same as for [`room`].
+/// Same as for [`alloc_uninit`].
 pub(crate) fn zeros(device: &CudaDevice, dtype: DType, len: usize) -> Result<CudaStorage> {
-    let mut storage = room(device, dtype, len)?;
+    let mut storage = alloc_uninit(device, dtype, len)?;
     let stream = device.cuda_stream();
     match &mut storage.slice {
         CudaStorageSlice::F32(v) => stream.memset_zeros(v).w()?,
@@ -72,14 +72,14 @@ pub(crate) fn elements_mut(storage: &mut CudaStorage, range: Range<usize>) -> Op
 /// Allocates a result of `len` elements and has `write` fill it.
 ///
 /// # Errors
-/// Same as for [`room`], and the errors of `write`.
-pub(crate) fn written(
+/// Same as for [`alloc_uninit`], and the errors of `write`.
+pub(crate) fn alloc_and_write(
     device: &CudaDevice,
     dtype: DType,
     len: usize,
     write: impl FnOnce(DeviceFlatMut<'_>) -> Result<()>,
 ) -> Result<CudaStorage> {
-    let mut storage = room(device, dtype, len)?;
+    let mut storage = alloc_uninit(device, dtype, len)?;
     match elements_mut(&mut storage, 0..len) {
         Some(elements) => write(elements)?,
         None => bail!("kernels write f32, bf16 or f16, not {dtype:?}"),
@@ -106,7 +106,7 @@ impl DeviceFlatRef<'_> {
     ///
     /// # Errors
     /// Returns an error if `range` ends before it starts or after the last element.
-    pub fn part(&self, range: Range<usize>) -> Result<DeviceFlatRef<'_>> {
+    pub fn slice(&self, range: Range<usize>) -> Result<DeviceFlatRef<'_>> {
         if range.start > range.end || range.end > self.len() {
             let be = is_or_are(self.len());
             bail!("elements {range:?} are out of range: there {be} {}", self.len())

@@ -60,7 +60,7 @@ pub enum DataError {
     },
     /// A micro batch is too large for any forward pass.
     #[error(
-        "a micro batch of {} of {} is too large: the maximum is {most} tokens; use a smaller \
+        "a micro batch of {} of {} is too large: the maximum is {max_tokens} tokens; use a smaller \
          train_micro_batch_size_per_gpu, or more gradient_accumulation_steps",
         counted(*samples, "sample"),
         counted(*ctx, "token")
@@ -71,7 +71,7 @@ pub enum DataError {
         /// The number of tokens per sample.
         ctx: usize,
         /// The maximum number of tokens.
-        most: usize,
+        max_tokens: usize,
     },
     /// The model has no embedding for a token of the data.
     #[error(

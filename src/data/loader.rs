@@ -104,7 +104,7 @@ impl Loader {
         assert!(shape.rank < shape.world, "rank {} of {}", shape.rank, shape.world);
         let tokens = shape.micro.saturating_mul(ctx);
         if tokens > MAX_TOKENS {
-            return Err(DataError::BatchTooLarge { samples: shape.micro, ctx, most: MAX_TOKENS }.into());
+            return Err(DataError::BatchTooLarge { samples: shape.micro, ctx, max_tokens: MAX_TOKENS }.into());
         }
         let data = data.into();
         let sampler = Sampler::new(order, &data, ctx)?;

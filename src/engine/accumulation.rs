@@ -77,8 +77,8 @@ impl<M> Engine<M> {
     pub fn zero_grad(&mut self) -> Result<()> {
         self.attempt(|engine| engine.core.zero_grad())?;
         self.losses = AccumulatedLoss::default();
-        self.accumulation.holds = false;
-        if matches!(self.phase, MicroStepPhase::Backwarded | MicroStepPhase::Held) {
+        self.accumulation.holds_gradients = false;
+        if matches!(self.phase, MicroStepPhase::AfterBackward | MicroStepPhase::AfterNoSyncBackward) {
             self.phase = MicroStepPhase::Ready;
         }
         Ok(())
@@ -174,16 +174,17 @@ impl<M> Engine<M> {
     /// Returns whether there are gradients of a micro step that `step` has not ended yet, even if a forward pass has
     /// run since.
     pub(super) fn has_gradients_of_micro_step(&self) -> bool {
-        self.accumulation.holds || matches!(self.phase, MicroStepPhase::Backwarded | MicroStepPhase::Held)
+        self.accumulation.holds_gradients
+            || matches!(self.phase, MicroStepPhase::AfterBackward | MicroStepPhase::AfterNoSyncBackward)
     }
 
     /// Returns an error in the middle of an accumulation, where `call` is not allowed.
     pub(super) fn between_steps(&self, call: &'static str) -> Result<()> {
         self.not_stopped()?;
-        let of = self.config.batch.gradient_accumulation_steps as u64;
+        let accumulation_steps = self.config.batch.gradient_accumulation_steps as u64;
         match self.accumulation.micro_steps + u64::from(self.has_gradients_of_micro_step()) {
             0 => Ok(()),
-            backwards => Err(EngineError::MidAccumulation { call, backwards, of }.into()),
+            backwards => Err(EngineError::MidAccumulation { call, backwards, accumulation_steps }.into()),
         }
     }
 }

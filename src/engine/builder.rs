@@ -312,7 +312,7 @@ impl EngineBuilder {
     /// [`TokenData::fingerprint`]: crate::data::TokenData::fingerprint
     #[must_use]
     pub fn same_on_all_ranks(mut self, name: impl Into<String>, content: u64) -> Self {
-        self.shared_content.push(ContentFingerprint { what: name.into(), content });
+        self.shared_content.push(ContentFingerprint { name: name.into(), content });
         self
     }
 

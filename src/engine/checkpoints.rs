@@ -2,7 +2,7 @@
 
 use super::reporter::SavingCheckpoint;
 use super::{AccumulatedLoss, Engine, MicroStepPhase};
-use crate::checkpoint::failed_elsewhere;
+use crate::checkpoint::remote_failure;
 use crate::checkpoint::store::{CheckpointUpload, UploadRequest, address, fetch};
 use crate::checkpoint::{
     self, IslandOfJob, LoadOptions, LoadedCheckpoint, Manifest, SaveJob, SaveOptions, SaveRequest, TrainingProgress,
@@ -66,13 +66,13 @@ impl<M> Engine<M> {
             islands.client_state = client_state.clone();
         }
         let folder = dir.as_ref().to_owned();
-        let (dir, options) = self.of_island(&folder, options);
+        let (dir, options) = self.island_folder_and_options(&folder, options);
         let mut manifest =
             checkpoint::manifest(&self.core, &self.trainer, &self.config, progress, tag, client_state, &options);
         manifest = self.manifest_of_island(manifest)?;
         manifest.previous = self.last_checkpoint.as_ref().and_then(|last| last.previous_of(&dir, &manifest.tag));
         let _here = timeline::enter(self.recorder.as_ref());
-        let _span = timeline::span(timeline::EventCategory::Checkpoint, "save").of(|| manifest.tag.clone());
+        let _span = timeline::span(timeline::EventCategory::Checkpoint, "save").with_subject(|| manifest.tag.clone());
         let request = SaveRequest {
             dir,
             manifest,
@@ -83,14 +83,14 @@ impl<M> Engine<M> {
             upload_to: self.config.upload_checkpoints_to.clone(),
             island: self.island_of_job(),
         };
-        let shown = self.shown;
+        let active_weights = self.active_weights;
         // A run that continues from the checkpoint does not repeat the steps before it, so they are recorded first.
         self.reporter.run.flush();
         let saving = self.settled(|engine| {
             SaveJob::begin(engine.core.clone(), &engine.trainer, request, &mut engine.locked_folders)
         })?;
         // A save changes nothing.
-        self.shown = shown;
+        self.active_weights = active_weights;
         let path = saving.path();
         self.reporter.saving = Some(SavingCheckpoint { step: self.global_steps, folder, path: path.clone() });
         self.saving = Some(saving);
@@ -134,7 +134,7 @@ impl<M> Engine<M> {
     fn start_upload(&mut self, request: Option<UploadRequest>) -> std::result::Result<(), JointOperationFailure> {
         if let Some(request) = request {
             let url = request.url.clone();
-            self.upload = agree(self.core.job(), CheckpointUpload::start(request), failed_elsewhere(Path::new(&url)))?;
+            self.upload = agree(self.core.job(), CheckpointUpload::start(request), remote_failure(Path::new(&url)))?;
         }
         Ok(())
     }
@@ -151,7 +151,7 @@ impl<M> Engine<M> {
     pub fn check_save_dir(&mut self, dir: impl AsRef<Path>) -> Result<()> {
         self.not_stopped()?;
         let on_each_host = self.config.use_node_local_storage;
-        let (dir, _) = self.of_island(dir.as_ref(), &SaveOptions::default());
+        let (dir, _) = self.island_folder_and_options(dir.as_ref(), &SaveOptions::default());
         let island = self.island_of_job();
         self.attempt(|engine| {
             let checked = checkpoint::check_dir(engine.core.job(), &dir, on_each_host, &mut engine.locked_folders);
@@ -202,7 +202,7 @@ impl<M> Engine<M> {
         if let Some(joined) = self.joined_instead_of(dir.as_ref(), tag) {
             return Ok(Some(joined));
         }
-        let saved = self.saved_by_islands(dir.as_ref(), tag, options)?;
+        let saved = self.island_checkpoint_source(dir.as_ref(), tag, options)?;
         let island = self.island_of_job();
         let load = |engine: &mut Self| {
             let (core, trainer, on_each_host) = (&engine.core, &engine.trainer, engine.config.use_node_local_storage);
@@ -217,7 +217,7 @@ impl<M> Engine<M> {
                 None => Ok(None),
             }
         };
-        if self.core.is_behind() {
+        if self.core.has_pending_update() {
             // A delayed update is completed before weights are loaded, because it would change them afterwards.
             self.forget_forward();
         }
@@ -228,11 +228,11 @@ impl<M> Engine<M> {
             self.last_checkpoint = checkpoint.as_last();
             self.set_progress(TrainingProgress::of(checkpoint.manifest(), self.progress(), options));
             if options.load_optimizer_states {
-                self.go_on_with_rates(checkpoint.manifest());
+                self.restore_rates(checkpoint.manifest());
             }
         }
         if self.global_steps > 0 {
-            self.core.unused_was_judged();
+            self.core.skip_unused_check();
         }
         self.settled(|engine| engine.resume_local_steps(checkpoint.manifest(), options, saved.as_ref()))?;
         if let Some(islands) = &mut self.islands {
@@ -295,7 +295,7 @@ impl<M> Engine<M> {
     /// Collective: returns a full parameter in f32, by its index among the names.
     #[doc(hidden)]
     pub fn whole_parameter(&self, param: usize) -> Result<Flat> {
-        self.core.whole_f32(param)
+        self.core.full_f32(param)
     }
 
     /// Finishes a background save before weights change. If the save failed, the step is still completed, and `step`
@@ -346,7 +346,7 @@ impl<M> Engine<M> {
     }
 
     /// Restores the learning rates that were set with `set_lr` in the saved run.
-    pub(super) fn go_on_with_rates(&mut self, manifest: &Manifest) {
+    pub(super) fn restore_rates(&mut self, manifest: &Manifest) {
         self.trainer.restore_rates(manifest.set_lr.as_deref());
         let Some(rates) = manifest.set_lr.as_ref().filter(|_| self.job().rank() == 0) else { return };
         let rates: Vec<String> = rates.iter().map(|lr| format!("{lr:e}")).collect();

@@ -28,7 +28,8 @@ pub(super) struct CustomComponents {
 /// The name and the hash of content that must be the same on all ranks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct ContentFingerprint {
-    pub(super) what: String,
+    #[serde(rename = "what")]
+    pub(super) name: String,
     pub(super) content: u64,
 }
 
@@ -63,7 +64,7 @@ impl RankConfig {
     ///
     /// # Errors
     /// A failed collective.
-    pub(super) fn differs(&self, comm: &dyn Communicator, other: usize) -> Result<Error> {
+    pub(super) fn difference_error(&self, comm: &dyn Communicator, other: usize) -> Result<Error> {
         let all = texts(comm, &serde_json::to_string(self).unwrap_or_else(|e| unreachable!("texts and numbers: {e}")))?;
         let theirs =
             serde_json::from_str(&all[other]).unwrap_or_else(|_| Self { keys: BTreeMap::new(), data: Vec::new() });
@@ -77,7 +78,7 @@ impl RankConfig {
         if differ.is_empty() {
             let pair = self.data.iter().zip(&theirs.data).find(|(mine, theirs)| mine.content != theirs.content);
             if let Some((mine, theirs)) = pair {
-                let (mine, theirs) = (mine.what.clone(), theirs.what.clone());
+                let (mine, theirs) = (mine.name.clone(), theirs.name.clone());
                 return EngineError::DataDiffer { rank, other, mine, theirs }.into();
             }
         }

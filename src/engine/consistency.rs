@@ -112,8 +112,8 @@ pub(super) fn check_same_on_all_ranks(
         .collect();
     let rank = core.comm().rank();
     let Some(other) = (0..all.len()).find(|r| all[*r] != mine) else {
-        if let Some((islands, island_comm)) = islands.and_then(|islands| Some((islands, islands.across()?.0))) {
-            check_same_on_all_islands(islands.number(), island_comm, mine)?;
+        if let Some((islands, comm)) = islands.and_then(|islands| Some((islands, islands.inter_island_comm()?.0))) {
+            check_same_on_all_islands(islands.number(), comm, mine)?;
         }
         let text = format!("{} {groups:?}", configuration(&without_island_keys(config), custom, trainer, data));
         return Ok(mine.island_properties(fnv1a(text.as_bytes())));
@@ -128,7 +128,7 @@ pub(super) fn check_same_on_all_ranks(
         // All ranks reach this point.
         let other = (0..all.len()).find(|r| all[*r].config != mine.config).unwrap_or(other);
         let config = RankConfig::new(config, custom, trainer, &groups, data);
-        return Err(config.differs(core.comm(), other)?);
+        return Err(config.difference_error(core.comm(), other)?);
     }
     let other =
         (0..all.len()).find(|r| all[*r].without_initial_values() != mine.without_initial_values()).unwrap_or(other);
@@ -154,21 +154,21 @@ fn without_island_keys(config: &Config) -> Config {
     if let Some(local_steps) = &mut config.local_steps {
         local_steps.server = None;
     }
-    if let Some(Value::Object(section)) = config.recorded.get_mut("local_steps") {
+    if let Some(Value::Object(section)) = config.all_keys.get_mut("local_steps") {
         section.remove("server");
     }
     let zero = &mut config.zero;
     let offloads = [
-        zero.offload_optimizer.as_mut().map(|offload| &mut offload.to),
-        zero.offload_param.as_mut().map(|offload| &mut offload.to),
+        zero.offload_optimizer.as_mut().map(|offload| &mut offload.device),
+        zero.offload_param.as_mut().map(|offload| &mut offload.device),
     ];
-    for to in offloads.into_iter().flatten() {
-        if let OffloadTo::Nvme { path } = to {
+    for device in offloads.into_iter().flatten() {
+        if let OffloadTo::Nvme { path } = device {
             path.clear();
         }
     }
     for section in ["offload_optimizer", "offload_param"] {
-        let section = config.recorded.get_mut("zero_optimization").and_then(|zero| zero.get_mut(section));
+        let section = config.all_keys.get_mut("zero_optimization").and_then(|zero| zero.get_mut(section));
         if let Some(Value::Object(section)) = section {
             section.remove("nvme_path");
         }
@@ -223,7 +223,7 @@ fn check_same_on_all_stages(
     };
     let other = (0..all.len()).find(|rank| all[*rank][first] != mine[first]).unwrap_or(0);
     Err(match first {
-        0 => return Err(RankConfig::new(config, custom, trainer, &[], data).differs(job, other)?),
+        0 => return Err(RankConfig::new(config, custom, trainer, &[], data).difference_error(job, other)?),
         1 => {
             let why = format!(
                 "rank {rank} and rank {other} have different models, or divide the model differently among stages; start \
@@ -265,12 +265,12 @@ fn initial_values_differ(core: &RankCore, inits: &[Init], hashes: &[u64]) -> Res
     let first = (0..hashes.len()).find(differs).unwrap_or(0);
     let other = (0..all.len()).find(|r| all[*r][first] != hashes[first]).unwrap_or(0);
     let (rank, other) = (core.comm().in_job(rank), core.comm().in_job(other));
-    let (what, hint) = match inits.get(first) {
+    let (subject, hint) = match inits.get(first) {
         Some(init) => (
             format!("parameter {}", core.params()[first].name),
             format!(": its initialization is {init:?} on rank {rank}"),
         ),
         None => (format!("buffer {}", core.buffers().list()[first - inits.len()].name), String::new()),
     };
-    Ok(EngineError::InitialValuesDiffer { what, rank, other, hint }.into())
+    Ok(EngineError::InitialValuesDiffer { subject, rank, other, hint }.into())
 }

@@ -34,7 +34,7 @@ use crate::zero::expert_ranks::ExpertRanks;
 use crate::zero::gather::leaf_units::LeafPosition;
 use crate::zero::gather::unit::building;
 use crate::zero::rank_core::{
-    EngineLink, RankCore, RankCoreParts, RecomputeSettings, RegisteredModel, naming_what_is_held,
+    EngineLink, RankCore, RankCoreParts, RecomputeSettings, RegisteredModel, explain_out_of_memory,
 };
 use crate::zero::reduce::gradient_reducer::ReducePlan;
 use crate::zero::share::share_plan::SharePlan;
@@ -126,7 +126,7 @@ impl<M> Engine<M> {
             registry.part_of(pipeline.names().map(String::from).chain(pipeline.buffers().iter().cloned()).collect());
         }
         let (model, mut registered) = build_model(build, registry, &config, &device)
-            .map_err(|error| naming_what_is_held(error, &ledger, comm.rank()))?;
+            .map_err(|error| explain_out_of_memory(error, &ledger, comm.rank()))?;
         match &pipeline {
             Some(pipeline) => grouping.kept_modules().check(pipeline.names())?,
             None => {
@@ -189,7 +189,7 @@ impl<M> Engine<M> {
         let mut engine = Self {
             check: EngineCheckState::of_first_step(config.gradient_check),
             model,
-            for_eval: None,
+            eval_model: None,
             core,
             trainer,
             islands,
@@ -197,7 +197,7 @@ impl<M> Engine<M> {
             config,
             device,
             phase: MicroStepPhase::Ready,
-            shown: ActiveWeights::Trained,
+            active_weights: ActiveWeights::Trained,
             losses: AccumulatedLoss::default(),
             global_steps: 0,
             micro_steps: 0,
@@ -245,7 +245,7 @@ fn describe(spec: Option<&RunSpec>, config: &Config, world_size: usize) -> RunDe
 /// Reports why updates that should be delayed are not.
 fn report_delay(core: &RankCore, config: &Config) {
     let is_set = config.zero.offload_optimizer.as_ref().is_some_and(|offload| offload.delayed_update_after.is_some());
-    if let (true, Some(why)) = (is_set, core.hindrance_to_delay()) {
+    if let (true, Some(why)) = (is_set, core.reason_not_to_delay()) {
         emit(&format!("offload_optimizer.delayed_update: no update is delayed: {why}"));
     }
 }
@@ -350,7 +350,7 @@ fn mark_leaves(registered: &mut RegisteredModel, config: &LeafModule, names: &[S
 
 /// Returns an error if experts that are divided among ranks are in a leaf, which would gather them together.
 fn check_leaves(registered: &RegisteredModel) -> Result<()> {
-    let positions = registered.leaves.places();
+    let positions = registered.leaves.positions();
     let is_in_leaf = |param: &&Param| param.expert.is_some() && positions[param.unit] != LeafPosition::Outside;
     match registered.params.iter().find(is_in_leaf) {
         Some(param) => {

@@ -25,9 +25,9 @@ pub enum EngineError {
     /// A call that is not possible in the middle of an accumulation: checkpoints do not contain gradients, and batch
     /// sizes cannot change then.
     #[error(
-        "{call} was called in the middle of an accumulation: after backward {backwards} of {of}, before the step that \
-         updates the weights; the accumulated gradients would be lost; call {call} when is_between_accumulations() is \
-         true"
+        "{call} was called in the middle of an accumulation: after backward {backwards} of {accumulation_steps}, \
+         before the step that updates the weights; the accumulated gradients would be lost; call {call} when \
+         is_between_accumulations() is true"
     )]
     MidAccumulation {
         /// The method.
@@ -35,7 +35,7 @@ pub enum EngineError {
         /// The number of backward passes in this accumulation so far.
         backwards: u64,
         /// The number of micro steps of this accumulation.
-        of: u64,
+        accumulation_steps: u64,
     },
     /// The environment variable with the last step of a job is not a number.
     #[error(
@@ -149,7 +149,7 @@ pub enum EngineError {
     },
     /// A collective call that failed on another rank.
     #[error("{call} changed nothing: {why}")]
-    Elsewhere {
+    FailedOnOtherRank {
         /// The method.
         call: &'static str,
         /// The other rank and its reason.
@@ -191,21 +191,22 @@ pub enum EngineError {
     },
     /// The gradient does not match the loss.
     #[error(
-        "{what}: a small change in the weights changes the loss by {by_difference:.4e}, but the gradient from backward \
-         predicts {by_gradient:.4e}: training would not minimize this loss; the usual causes are: (1) an operation \
-         without a backward pass, which cuts off a part of the graph (candle_nn's LayerNorm, RmsNorm, softmax_last_dim, \
-         rope, sdpa): replace the operation with that of candle_zero::nn, or with layer_norm_slow, rms_norm_slow, \
-         softmax(D::Minus1), rope_slow; freezing its parameters does not help; (2) an operation whose backward pass is \
-         wrong in Candle 0.11 (conv1d, conv_transpose1d, max_pool2d, avg_pool2d whose windows overlap or do not divide the \
-         image evenly, upsampling, scatter, scatter_add, matmul with a transposed left and a broadcast right operand): \
-         use candle_zero::nn's; (3) a gradient inside the loss (gradient penalty), some terms of which Candle drops \
-         unless CANDLE_GRAD_DO_NOT_DETACH=1 is set; (4) a detached part, or a term computed from parameters outside \
-         engine.forward; `zerorun verify SCRIPT` lists the parameters whose gradient is wrong; if a part is excluded \
-         on purpose, set \"gradient_check\": false, or EngineBuilder::gradient_check(false)"
+        "{subject}: a small change in the weights changes the loss by {by_difference:.4e}, but the gradient from \
+         backward predicts {by_gradient:.4e}: training would not minimize this loss; the usual causes are: (1) an \
+         operation without a backward pass, which cuts off a part of the graph (candle_nn's LayerNorm, RmsNorm, \
+         softmax_last_dim, rope, sdpa): replace the operation with that of candle_zero::nn, or with layer_norm_slow, \
+         rms_norm_slow, softmax(D::Minus1), rope_slow; freezing its parameters does not help; (2) an operation whose \
+         backward pass is wrong in Candle 0.11 (conv1d, conv_transpose1d, max_pool2d, avg_pool2d whose windows overlap \
+         or do not divide the image evenly, upsampling, scatter, scatter_add, matmul with a transposed left and a \
+         broadcast right operand): use candle_zero::nn's; (3) a gradient inside the loss (gradient penalty), some \
+         terms of which Candle drops unless CANDLE_GRAD_DO_NOT_DETACH=1 is set; (4) a detached part, or a term \
+         computed from parameters outside engine.forward; `zerorun verify SCRIPT` lists the parameters whose gradient \
+         is wrong; if a part is excluded on purpose, set \"gradient_check\": false, or \
+         EngineBuilder::gradient_check(false)"
     )]
     WrongGradient {
         /// The parameters, if they are known.
-        what: String,
+        subject: String,
         /// The change in the loss along a direction, according to the gradient.
         by_gradient: f64,
         /// The change in the loss along the same direction, measured with forward passes.
@@ -228,12 +229,12 @@ pub enum EngineError {
     },
     /// A gradient is NaN or infinite in f32 training.
     #[error(
-        "{where_} in optimizer step {step}; the weights are unchanged; {}",
+        "{location} in optimizer step {step}; the weights are unchanged; {}",
         nonfinite_advice(*step)
     )]
     NonFiniteGradient {
         /// The parameter and the rank, if this rank knows them; otherwise, the ranks whose gradients are not finite.
-        where_: String,
+        location: String,
         /// The optimizer step, counted from 0.
         step: u64,
     },
@@ -380,7 +381,7 @@ pub enum EngineError {
          ranks choose (Unit::leaf, EngineBuilder::leaf_units, zero_optimization.leaf_module); if ranks use different \
          parameters of the same units, set zero_optimization.ignore_unused_parameters to true"
     )]
-    PartsDiverged {
+    UnitsDiverged {
         /// This rank.
         rank: usize,
         /// The unit and the collective that this rank is in.
@@ -414,12 +415,12 @@ pub enum EngineError {
     },
     /// A parameter or buffer starts with different values on different ranks.
     #[error(
-        "{what} starts with different values on rank {rank} than on rank {other}{hint}; initial values may depend on \
-         the seed, the name and the shape, but not on the rank"
+        "{subject} starts with different values on rank {rank} than on rank {other}{hint}; initial values may depend \
+         on the seed, the name and the shape, but not on the rank"
     )]
     InitialValuesDiffer {
         /// "parameter" or "buffer", and its name.
-        what: String,
+        subject: String,
         /// This rank.
         rank: usize,
         /// Another rank.

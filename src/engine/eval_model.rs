@@ -35,7 +35,7 @@ impl<M> Engine<M> {
     pub fn build_for_eval(&mut self, build: impl FnOnce(VarBuilder<'_>) -> candle_core::Result<M>) -> Result<()> {
         let weights = EvalVarBuilderBackend::new(&self.core);
         let vb = VarBuilder::from_backend(Box::new(weights.clone()), self.core.dtype(), self.device.clone());
-        self.for_eval = Some(building(&weights, || build(vb)).map_err(|e| weights.explain(e))?);
+        self.eval_model = Some(building(&weights, || build(vb)).map_err(|e| weights.explain(e))?);
         Ok(())
     }
 }

@@ -228,7 +228,7 @@ impl<M> Engine<M> {
         let mut size = step.unwrap_or(limits.step);
         let mut smaller: Option<(f64, Tensor, Tensor, Vec<f32>)> = None;
         loop {
-            let moves = Perturbation { sign: 1.0, size, only: self.check.of_each.then_some(params) };
+            let moves = Perturbation { sign: 1.0, size, params: self.check.of_each.then_some(params) };
             let (up, down) = (repeat.rerun_forward(self, &moves)?, repeat.rerun_forward(self, &moves.down())?);
             let Some(unmoved) = unmoved.filter(|_| step.is_none()) else { return Ok((size, up, down)) };
             let value = values(unmoved)?;
@@ -332,7 +332,7 @@ impl<M> Engine<M> {
 
     /// Ends measuring after the backward pass.
     pub(super) fn end_measuring(&mut self) {
-        let MeasuredGradients { mut outputs, along, unprobed } = self.core.end_measuring();
+        let MeasuredGradients { mut outputs, gradients, unprobed } = self.core.end_measuring();
         if self.check.groups.is_empty() {
             self.check.groups = self.groups(1);
         }
@@ -341,8 +341,8 @@ impl<M> Engine<M> {
         let compared = open.iter().map(|number| {
             self.check.groups[*number].params.iter().fold(DirectionalDerivative::default(), |sum, param| {
                 DirectionalDerivative {
-                    product: sum.product + along[*param].product,
-                    squares: sum.squares + along[*param].squares,
+                    product: sum.product + gradients[*param].product,
+                    squares: sum.squares + gradients[*param].squares,
                 }
             })
         });
@@ -427,7 +427,7 @@ impl<M> Engine<M> {
         };
         let wrong: Vec<&GradientRow> = if report.not_judged.is_some() { Vec::new() } else { report.wrong().collect() };
         let error = wrong.first().map(|first| EngineError::WrongGradient {
-            what: match self.check.of_each {
+            subject: match self.check.of_each {
                 true => {
                     let names: Vec<&str> = wrong.iter().map(|row| row.name.as_str()).collect();
                     format!("the gradient of {} is wrong", crate::util::list(&names))

@@ -56,10 +56,10 @@ fn source_of_separate_job(
 
 impl<M> Engine<M> {
     /// Returns the folder in which this island saves, and the options.
-    pub(super) fn of_island(&self, dir: &Path, options: &SaveOptions) -> (PathBuf, SaveOptions) {
+    pub(super) fn island_folder_and_options(&self, dir: &Path, options: &SaveOptions) -> (PathBuf, SaveOptions) {
         let Some(islands) = &self.islands else { return (dir.to_owned(), options.clone()) };
         // The other islands may have saved one more checkpoint than island 0 when a job dies.
-        let extra = usize::from(islands.ranks.across().is_some() && islands.ranks.number() > 0);
+        let extra = usize::from(islands.ranks.inter_island_comm().is_some() && islands.ranks.number() > 0);
         let keep = options.keep.map(|keep| keep.max(1) + extra);
         (islands.ranks.folder(dir), SaveOptions { keep, ..options.clone() })
     }
@@ -68,7 +68,7 @@ impl<M> Engine<M> {
     pub(super) fn island_of_job(&self) -> Option<IslandOfJob> {
         let ranks = &self.islands.as_ref()?.ranks;
         // Islands that are separate jobs save independently of each other.
-        let (_, job) = ranks.across()?;
+        let (_, job) = ranks.inter_island_comm()?;
         Some(IslandOfJob { number: ranks.number(), job: job.clone() })
     }
 
@@ -88,7 +88,7 @@ impl<M> Engine<M> {
     /// # Errors
     /// Returns an error on all ranks if the checkpoints of the islands are not from one save or, with
     /// `checkpoint.use_node_local_storage`, if the saved run had a different number of islands.
-    pub(super) fn saved_by_islands(
+    pub(super) fn island_checkpoint_source(
         &mut self,
         dir: &Path,
         tag: Option<&str>,
@@ -100,7 +100,7 @@ impl<M> Engine<M> {
             let Some(islands) = &engine.islands else { return Ok::<_, JointOperationFailure>(None) };
             let job = &**islands.ranks.job();
             let rank = job.rank();
-            if islands.ranks.across().is_none() {
+            if islands.ranks.inter_island_comm().is_none() {
                 return Ok(Some(source_of_separate_job(islands, dir, tag, with_states)?));
             }
             let found = match rank {

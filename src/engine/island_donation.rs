@@ -63,7 +63,7 @@ impl<M> Engine<M> {
     /// Collective among the ranks of the island: receives the state of a donor, if the island joins others.
     pub(super) fn join_islands(&mut self) -> Result<()> {
         let joins = match &self.islands {
-            Some(islands) => link(islands)?.is_some_and(|link| link.entrance() == EntryMode::Joins),
+            Some(islands) => link(islands)?.is_some_and(|link| link.entry_mode() == EntryMode::Join),
             None => false,
         };
         if !joins {
@@ -88,7 +88,7 @@ impl<M> Engine<M> {
         let mut entry = JoinProgress::Waits;
         loop {
             entry = match entry {
-                JoinProgress::Waits => JoinProgress::after(link.received(&failure)?),
+                JoinProgress::Waits => JoinProgress::after(link.next_join_message(&failure)?),
                 JoinProgress::Receives(head) => self.receive_from(link, &failure, head)?,
                 JoinProgress::Begins => {
                     // A donor that died may have left a part of its state.
@@ -112,7 +112,7 @@ impl<M> Engine<M> {
     ) -> Result<JoinProgress> {
         // Returns the next part, or the event that took its place. Parts of a donor that died may still arrive.
         let next = || loop {
-            match link.received(failure)? {
+            match link.next_join_message(failure)? {
                 JoinMessage::Part(donation, part) if donation == head.donation => {
                     return Ok::<_, Error>(ControlFlow::Continue(part));
                 }
@@ -158,12 +158,12 @@ impl<M> Engine<M> {
         self.core.refresh()?;
         checkpoint::set_counts(&self.core, manifest);
         if let Some(seed) = manifest.rounding_seed {
-            self.core.go_on_rounding(seed);
+            self.core.set_rounding_seed(seed);
         }
         self.set_progress(TrainingProgress::of(manifest, self.progress(), &LoadOptions::default()));
-        self.go_on_with_rates(manifest);
+        self.restore_rates(manifest);
         if self.global_steps > 0 {
-            self.core.unused_was_judged();
+            self.core.skip_unused_check();
         }
         let Some(islands) = &mut self.islands else { return Ok(()) };
         let Some(progress) = &manifest.islands else { return Err(mismatch_error()) };
@@ -251,7 +251,7 @@ fn pieces_of(core: &RankCore, trainer: &GroupedOptimizer) -> Vec<DonatedPiece> {
     let param_pieces = |(number, param)| {
         let names = core.state_names(param, trainer);
         let kinds = names.iter().filter_map(move |name| ParamStateKind::named(name, names));
-        let owned = core.owned(number);
+        let owned = core.owned_range(number);
         kinds.flat_map(move |kind| pieces(&owned).map(move |range| DonatedPiece { kind, param: number, range }))
     };
     core.trained_params().flat_map(param_pieces).collect()

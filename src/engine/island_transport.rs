@@ -18,7 +18,7 @@ use std::sync::{Arc, OnceLock};
 pub(super) struct IslandRanks {
     /// The ranks of this island.
     pub island: Arc<dyn Communicator>,
-    pub crossing: IslandTransport,
+    pub transport: IslandTransport,
 }
 
 /// The path by which exchanges reach the other islands.
@@ -27,7 +27,7 @@ pub(super) enum IslandTransport {
     /// All islands are parts of one job.
     Communicator {
         /// The ranks at this rank's position on all islands, in the order of the islands.
-        across: Arc<dyn Communicator>,
+        inter_island_comm: Arc<dyn Communicator>,
         job: Arc<dyn Communicator>,
     },
     /// Each island is a separate job.
@@ -55,7 +55,7 @@ impl IslandRanks {
         if let (Some(address), Some(slots)) = (&config.server, config.islands) {
             let server =
                 IslandServerTransport { address: address.clone(), slots, requested_slot: slot, link: OnceLock::new() };
-            return Ok(Self { island: job.clone(), crossing: IslandTransport::Server(Arc::new(server)) });
+            return Ok(Self { island: job.clone(), transport: IslandTransport::Server(Arc::new(server)) });
         }
         let islands = match config.islands {
             Some(islands) => islands,
@@ -63,30 +63,30 @@ impl IslandRanks {
         };
         let mesh = RankMesh::new(job.size(), &[(MeshAxis::Island, islands)])
             .map_err(|_| EngineError::indivisible_islands(islands, job.size()))?;
-        let crossing =
-            IslandTransport::Communicator { across: job.group(&mesh.groups(&[MeshAxis::Island]))?, job: job.clone() };
-        Ok(Self { island: job.group(&mesh.groups(&[MeshAxis::Data]))?, crossing })
+        let inter_island_comm = job.group(&mesh.groups(&[MeshAxis::Island]))?;
+        let transport = IslandTransport::Communicator { inter_island_comm, job: job.clone() };
+        Ok(Self { island: job.group(&mesh.groups(&[MeshAxis::Data]))?, transport })
     }
 
     /// Returns all ranks of the job: those of all islands or, with a server, those of this island.
     pub fn job(&self) -> &Arc<dyn Communicator> {
-        match &self.crossing {
+        match &self.transport {
             IslandTransport::Communicator { job, .. } => job,
             IslandTransport::Server(_) => &self.island,
         }
     }
 
     /// Returns the ranks at this rank's position on all islands, and all ranks of the job; `None` if there is a server.
-    pub fn across(&self) -> Option<(&dyn Communicator, &Arc<dyn Communicator>)> {
-        match &self.crossing {
-            IslandTransport::Communicator { across, job } => Some((&**across, job)),
+    pub fn inter_island_comm(&self) -> Option<(&dyn Communicator, &Arc<dyn Communicator>)> {
+        match &self.transport {
+            IslandTransport::Communicator { inter_island_comm, job } => Some((&**inter_island_comm, job)),
             IslandTransport::Server(_) => None,
         }
     }
 
     /// Returns the server, if there is one.
     pub fn server(&self) -> Option<&IslandServerTransport> {
-        match &self.crossing {
+        match &self.transport {
             IslandTransport::Communicator { .. } => None,
             IslandTransport::Server(server) => Some(server),
         }
@@ -94,8 +94,8 @@ impl IslandRanks {
 
     /// Returns the number of islands or, with a server, of slots.
     pub fn count(&self) -> usize {
-        match &self.crossing {
-            IslandTransport::Communicator { across, .. } => across.size(),
+        match &self.transport {
+            IslandTransport::Communicator { inter_island_comm, .. } => inter_island_comm.size(),
             IslandTransport::Server(server) => server.slots,
         }
     }
@@ -103,8 +103,8 @@ impl IslandRanks {
     /// Returns the number of this rank's island, counted from 0. With a server, this is the island's slot, or 0 before
     /// the rank is connected.
     pub fn number(&self) -> usize {
-        match &self.crossing {
-            IslandTransport::Communicator { across, .. } => across.rank(),
+        match &self.transport {
+            IslandTransport::Communicator { inter_island_comm, .. } => inter_island_comm.rank(),
             IslandTransport::Server(server) => server.link.get().map_or(0, IslandLink::slot),
         }
     }
@@ -165,9 +165,9 @@ impl IslandServerTransport {
         let hello = Hello { start, launcher, slot, position: island.rank(), run, lens };
         let link = IslandLink::connect(&self.address, &hello, &|| island.failure().map(Error::from))?;
         if island.rank() == 0 {
-            let action = match link.entrance() {
-                EntryMode::Begins => "begins",
-                EntryMode::Joins => "waits for the next exchange of the others, to join them",
+            let action = match link.entry_mode() {
+                EntryMode::Begin => "begins",
+                EntryMode::Join => "waits for the next exchange of the others, to join them",
             };
             emit(&format!(
                 "local_steps: this is island {} of {} at {}; it {action}",

@@ -111,7 +111,7 @@ impl Islands {
         let assignment = fragments_of(&elements, fragments.len());
         params.into_iter().zip(assignment).for_each(|(param, fragment)| fragments[fragment].push(param));
         core.begin_local_steps()?;
-        if let IslandTransport::Server(server) = &ranks.crossing {
+        if let IslandTransport::Server(server) = &ranks.transport {
             let lens = fragments.iter().map(|params| core.pieces_len(params, core.comm().rank()) as u64);
             server.connect(&*ranks.island, config, lens.collect(), fingerprint)?;
         }
@@ -146,7 +146,7 @@ impl Islands {
         }
         let _span = timeline::span(timeline::EventCategory::Optimizer, "exchange between islands");
         // A delayed update would overwrite the result.
-        let settled = core.is_behind();
+        let settled = core.has_pending_update();
         core.settle()?;
         if let Some(fragment) = sent {
             self.send(core, fragment, step)?;
@@ -179,15 +179,15 @@ impl Islands {
     /// Sends this island's change in a fragment. Without a server, it is sent only if any island has trained since the
     /// last exchange.
     fn send(&mut self, core: &RankCore, fragment: usize, step: u64) -> Result<()> {
-        let across = match &self.ranks.crossing {
-            IslandTransport::Communicator { across, .. } => across.clone(),
+        let inter_island_comm = match &self.ranks.transport {
+            IslandTransport::Communicator { inter_island_comm, .. } => inter_island_comm.clone(),
             IslandTransport::Server(server) => {
                 let server = server.clone();
                 return self.send_to_server(&server, core, fragment, step);
             }
         };
         let own_samples = std::mem::take(&mut self.samples[fragment]) as f64;
-        let all_samples: f64 = across.gather_f64(vec![own_samples]).wait()?.iter().flatten().sum();
+        let all_samples: f64 = inter_island_comm.gather_f64(vec![own_samples]).wait()?.iter().flatten().sum();
         if all_samples == 0.0 {
             // Nothing has changed, and without a change, the momentum must not move the weights.
             return Ok(());
@@ -195,13 +195,13 @@ impl Islands {
         let weight = own_samples / all_samples;
         let (dtype, wire) = encoding(self.config.wire);
         let len = core.pieces_len(&self.fragments[fragment], core.comm().rank());
-        let padded = exchanged_len(len, across.size(), wire.alignment());
+        let padded = exchanged_len(len, inter_island_comm.size(), wire.alignment());
         let mut memory = core.hold_exchange(padded * DType::F32.size_in_bytes());
         let mut change = core.change_since_exchange(&self.fragments[fragment], weight as f32, padded)?;
         change.resize(padded, 0.0);
         let sent = Flat::from_f32(change, dtype);
         memory.resize(sent.capacity_in_bytes());
-        let sum = across.reduce_scatter_as(wire, sent, tag(fragment));
+        let sum = inter_island_comm.reduce_scatter_as(wire, sent, tag(fragment));
         let progress = ExchangeProgress::Summing(sum);
         self.in_flight.push_back(FragmentExchange { fragment, len, progress, memory, donation: None });
         Ok(())
@@ -234,9 +234,9 @@ impl Islands {
     fn advance(&mut self, step: u64) -> Result<()> {
         let (schedule, half) = (self.schedule, self.config.fragment_delay.div_ceil(2));
         let Some(due) = step.checked_sub(half).and_then(|sent| schedule.sent_after(sent)) else { return Ok(()) };
-        let IslandTransport::Communicator { across, .. } = &self.ranks.crossing else { return Ok(()) };
+        let IslandTransport::Communicator { inter_island_comm, .. } = &self.ranks.transport else { return Ok(()) };
         match self.in_flight.iter_mut().find(|exchange| exchange.fragment == due) {
-            Some(exchange) => exchange.gather(&**across, encoding(self.config.wire).1),
+            Some(exchange) => exchange.gather(&**inter_island_comm, encoding(self.config.wire).1),
             None => Ok(()),
         }
     }
@@ -262,8 +262,10 @@ impl Islands {
 
     /// Waits for the result of an exchange. Afterwards the exchange counts as stored.
     fn result(&mut self, exchange: &mut FragmentExchange) -> Result<ExchangeResult> {
-        match &self.ranks.crossing {
-            IslandTransport::Communicator { across, .. } => exchange.sum(&**across, encoding(self.config.wire).1),
+        match &self.ranks.transport {
+            IslandTransport::Communicator { inter_island_comm, .. } => {
+                exchange.sum(&**inter_island_comm, encoding(self.config.wire).1)
+            }
             IslandTransport::Server(server) => {
                 let server = server.clone();
                 self.mean_of_server(&server, exchange)
@@ -333,8 +335,8 @@ impl Islands {
 
     /// Returns this rank's traffic with other islands so far.
     pub fn report(&self) -> CommReport {
-        match &self.ranks.crossing {
-            IslandTransport::Communicator { across, .. } => across.report(),
+        match &self.ranks.transport {
+            IslandTransport::Communicator { inter_island_comm, .. } => inter_island_comm.report(),
             IslandTransport::Server(_) => {
                 let mut report = CommReport::default();
                 if self.traffic.calls > 0 {
@@ -399,10 +401,10 @@ impl FragmentExchange {
     }
 
     /// Begins the gather of the sums, if they are not being gathered yet.
-    fn gather(&mut self, across: &dyn Communicator, wire: WireFormat) -> Result<()> {
+    fn gather(&mut self, inter_island_comm: &dyn Communicator, wire: WireFormat) -> Result<()> {
         self.progress = match std::mem::replace(&mut self.progress, ExchangeProgress::Stored) {
             ExchangeProgress::Summing(sum) => {
-                ExchangeProgress::Gathering(across.all_gather_as(wire, sum.wait()?, tag(self.fragment)))
+                ExchangeProgress::Gathering(inter_island_comm.all_gather_as(wire, sum.wait()?, tag(self.fragment)))
             }
             other => other,
         };
@@ -411,8 +413,8 @@ impl FragmentExchange {
 
     /// Waits for the sum of all islands, unless it is already stored among the optimizer states. Afterwards the
     /// exchange counts as stored.
-    fn sum(&mut self, across: &dyn Communicator, wire: WireFormat) -> Result<ExchangeResult> {
-        self.gather(across, wire)?;
+    fn sum(&mut self, inter_island_comm: &dyn Communicator, wire: WireFormat) -> Result<ExchangeResult> {
+        self.gather(inter_island_comm, wire)?;
         let ExchangeProgress::Gathering(pending) = std::mem::replace(&mut self.progress, ExchangeProgress::Stored)
         else {
             return Ok(ExchangeResult::Stored);

@@ -6,7 +6,7 @@ use crate::comm::agree::{agree, rank_failed};
 use crate::error::{EngineError, ParamError, Result};
 use crate::param::ParamId;
 use crate::precision::Flat;
-use crate::util::{fnv1a, nearest};
+use crate::util::{fnv1a, suggest_names};
 use crate::zero::share::state_access::ParamStateKind;
 use candle_core::{DType, Device, Tensor};
 
@@ -18,7 +18,7 @@ impl<M> Engine<M> {
     /// [`ParamError::Unknown`]; [`EngineError::ArgumentsDiffer`] between ranks; a failed collective.
     pub fn safe_get_full_fp32_param(&mut self, name: &str) -> Result<Tensor> {
         let param = self.agreed_param("safe_get_full_fp32_param", name, "", None)?;
-        let full = self.attempt(|engine| engine.core.whole_f32(param))?;
+        let full = self.attempt(|engine| engine.core.full_f32(param))?;
         self.shaped(param, full)
     }
 
@@ -34,7 +34,7 @@ impl<M> Engine<M> {
     /// The same as [`safe_get_full_fp32_param`](Self::safe_get_full_fp32_param).
     pub fn safe_get_full_grad(&mut self, name: &str) -> Result<Option<Tensor>> {
         let param = self.agreed_param("safe_get_full_grad", name, "", None)?;
-        let full = self.attempt(|engine| engine.core.whole_gradient(param))?;
+        let full = self.attempt(|engine| engine.core.full_gradient(param))?;
         full.map(|full| self.unscaled(full)).map(|full| self.shaped(param, full)).transpose()
     }
 
@@ -48,7 +48,7 @@ impl<M> Engine<M> {
     pub fn safe_get_full_optimizer_state(&mut self, name: &str, key: &str) -> Result<Tensor> {
         let param = self.agreed_param("safe_get_full_optimizer_state", name, key, None)?;
         let state = self.readable_state_of(param, key)?;
-        let full = self.attempt(|engine| engine.core.whole_state(state, param))?;
+        let full = self.attempt(|engine| engine.core.full_state(state, param))?;
         match state {
             ParamStateKind::Factored(_) => self.flat(full),
             _ => self.shaped(param, full),
@@ -145,7 +145,7 @@ impl<M> Engine<M> {
     ///
     /// # Errors
     /// [`EngineError::NotSharded`] at stage 0; [`ParamError::Unknown`]; [`EngineError::ArgumentsDiffer`];
-    /// [`ParamError::LocalShape`], and [`EngineError::Elsewhere`] on the ranks whose value is right;
+    /// [`ParamError::LocalShape`], and [`EngineError::FailedOnOtherRank`] on the ranks whose value is right;
     /// [`EngineError::OutOfOrder`] between forward and backward; [`EngineError::LocalSteps`] if ranks take local steps.
     /// In all these cases, nothing has changed.
     pub fn safe_set_local_fp32_param(&mut self, name: &str, value: &Tensor) -> Result<()> {
@@ -158,7 +158,7 @@ impl<M> Engine<M> {
         let local = self.agreed(CALL, local)?;
         self.wait_for_checkpoint()?;
         self.settled(|engine| {
-            let full = engine.core.whole_of_parts(param, local)?;
+            let full = engine.core.assemble_full(param, local)?;
             engine.core.set_state(ParamStateKind::Weights, param, &full)?;
             engine.core.refresh()
         })
@@ -243,9 +243,9 @@ impl<M> Engine<M> {
     ///
     /// # Errors
     /// [`ParamError::Unknown`]; [`EngineError::NoSuchRank`]; [`EngineError::ArgumentsDiffer`] between ranks; the error
-    /// of `run`, or [`ParamError::ValueShape`], on the rank where it ran, and [`EngineError::Elsewhere`] on the others;
-    /// [`EngineError::OutOfOrder`] between forward and backward; [`EngineError::LocalSteps`] if ranks take local steps.
-    /// In all these cases, nothing has changed, and the engine can continue.
+    /// of `run`, or [`ParamError::ValueShape`], on the rank where it ran, and [`EngineError::FailedOnOtherRank`] on the
+    /// others; [`EngineError::OutOfOrder`] between forward and backward; [`EngineError::LocalSteps`] if ranks take
+    /// local steps. In all these cases, nothing has changed, and the engine can continue.
     pub fn gathered_mut(
         &mut self,
         names: &[&str],
@@ -265,14 +265,14 @@ impl<M> Engine<M> {
         let modifies = self.rank() == modifier_rank;
         let mut full = Vec::new();
         for param in &params {
-            let values = self.attempt(|engine| engine.core.whole_f32(*param))?;
+            let values = self.attempt(|engine| engine.core.full_f32(*param))?;
             full.extend(modifies.then_some(values));
         }
         let modified = if modifies { self.modified(&params, full, run) } else { Ok(Vec::new()) };
         let mut modified = self.agreed(CALL, modified)?.into_iter();
         for param in params {
             self.settled(|engine| {
-                let full = engine.core.whole_of_one(param, modified.next())?;
+                let full = engine.core.broadcast_full(param, modified.next())?;
                 engine.core.set_state(ParamStateKind::Weights, param, &full)
             })?;
         }
@@ -297,9 +297,9 @@ impl<M> Engine<M> {
         let params = self.core.params();
         let found = params.iter().position(|param| param.name == name);
         found.ok_or_else(|| {
-            let near = nearest(name, params.iter().map(|param| param.name.as_str()));
-            let near = near.unwrap_or_else(|| "no name is similar".into());
-            ParamError::Unknown { name: name.into(), near }.into()
+            let suggestion = suggest_names(name, params.iter().map(|param| param.name.as_str()));
+            let suggestion = suggestion.unwrap_or_else(|| "no name is similar".into());
+            ParamError::Unknown { name: name.into(), suggestion }.into()
         })
     }
 
@@ -338,7 +338,7 @@ impl<M> Engine<M> {
 
     /// Collective: returns this rank's result if the call has succeeded on every rank.
     fn agreed<T>(&mut self, call: &'static str, result: Result<T>) -> Result<T> {
-        let elsewhere = |rank| EngineError::Elsewhere { call, why: rank_failed(rank) }.into();
+        let elsewhere = |rank| EngineError::FailedOnOtherRank { call, why: rank_failed(rank) }.into();
         self.attempt(|engine| agree(engine.core.comm(), result, elsewhere))
     }
 
@@ -353,7 +353,7 @@ impl<M> Engine<M> {
     /// Returns the values for this rank's part of a parameter, in host memory.
     fn own_values_of(&self, call: &'static str, param: ParamId, value: &Tensor) -> Result<Vec<f32>> {
         let values = self.values_of(call, value)?;
-        let len = self.core.owned(param).len();
+        let len = self.core.owned_range(param).len();
         if value.dims() == [len] {
             return Ok(values);
         }
@@ -381,8 +381,8 @@ impl<M> Engine<M> {
                 return ParamError::ReadOnlyState { name, key }.into();
             }
             let all = [keys, readable].concat();
-            let has = if all.is_empty() { "none".into() } else { all.join(", ") };
-            ParamError::UnknownState { name, key, has }.into()
+            let existing = if all.is_empty() { "none".into() } else { all.join(", ") };
+            ParamError::UnknownState { name, key, existing }.into()
         })
     }
 
@@ -396,7 +396,7 @@ impl<M> Engine<M> {
     fn not_between_passes(&self, call: &'static str) -> Result<()> {
         self.not_stopped()?;
         match self.phase {
-            MicroStepPhase::Forwarded => {
+            MicroStepPhase::AfterForward => {
                 Err(EngineError::OutOfOrder { call, when: "between forward and backward" }.into())
             }
             _ => Ok(()),

@@ -30,7 +30,7 @@ impl<M> Engine<M> {
     /// # }
     /// ```
     pub fn save_requested(&self) -> bool {
-        self.reporter.answers.save.store(true, Ordering::Relaxed);
+        self.reporter.supported_requests.save.store(true, Ordering::Relaxed);
         self.reporter.save_requested.swap(false, Ordering::Relaxed)
     }
 
@@ -66,10 +66,10 @@ impl<M> Engine<M> {
         }
         let report = RankReport::of(&self.memory_report(), self.clock.last);
         let all = self.core.job().gather_f64(report.to_numbers()).wait()?;
-        let answers = &self.reporter.answers;
+        let supported = &self.reporter.supported_requests;
         let is_supported = |request: &RunRequest| match request {
-            RunRequest::Save => answers.save.load(Ordering::Relaxed) && self.islands.is_none(),
-            RunRequest::Stop => answers.stop.load(Ordering::Relaxed),
+            RunRequest::Save => supported.save.load(Ordering::Relaxed) && self.islands.is_none(),
+            RunRequest::Stop => supported.stop.load(Ordering::Relaxed),
         };
         let supported: Vec<RunRequest> = RunRequest::ALL.into_iter().filter(is_supported).collect();
         let (step, reports) = (self.global_steps, all.iter().map(|numbers| RankReport::of_numbers(numbers)));

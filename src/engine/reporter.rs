@@ -3,7 +3,7 @@
 use super::run_recorder::RunRecorder;
 use crate::comm::{CommLog, Communicator};
 use crate::config::Monitoring;
-use crate::files::{folder_of, only_earlier};
+use crate::files::{check_replaceable, folder_of};
 use crate::monitor::{MonitorOpener, Monitors, ThroughputTimer};
 use crate::profiler::FlopsProfile;
 use crate::zero::step::rank_zero_requests::RankZeroRequests;
@@ -50,7 +50,7 @@ pub(super) struct EngineReporter {
     /// Whether a checkpoint was requested, and the program has not yet checked for the request.
     pub save_requested: AtomicBool,
     /// The kinds of requests for which the program has checked.
-    pub answers: SupportedRequests,
+    pub supported_requests: SupportedRequests,
 }
 
 /// A checkpoint that is being saved.
@@ -76,7 +76,7 @@ impl EngineReporter {
             let probe = tempfile::tempfile_in(folder);
             probe.map_err(|source| Error::Io { action: "write to", path: folder.into(), source })?;
             let write_error = |source| Error::Io { action: "write", path: file.into(), source };
-            only_earlier(file, FlopsProfile::REPORT_PREFIX, "profile").map_err(write_error)?;
+            check_replaceable(file, FlopsProfile::REPORT_PREFIX, "profile").map_err(write_error)?;
         }
         let monitors = if reports { Monitors::open(config, extra_monitors)? } else { Monitors::default() };
         let comm_log = config.comms_logger.as_ref().map(|config| Arc::new(CommLog::new(config, rank, world_size)));

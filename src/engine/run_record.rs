@@ -104,7 +104,7 @@ impl<M> Engine<M> {
     pub(super) fn record_saved(&mut self, error: Option<&Error>) {
         let saved = self.reporter.saving.take();
         if let (Some(saved), None) = (&saved, error) {
-            self.reporter.monitors.saved(&saved.folder);
+            self.reporter.monitors.note_saved(&saved.folder);
         }
         self.reporter.run.write(|open| match (saved, error) {
             (Some(saved), None) => open.writer.checkpoint(saved.step, &saved.folder, &saved.path),
@@ -117,7 +117,7 @@ impl<M> Engine<M> {
 
     /// Records that the run continues from a checkpoint.
     pub(super) fn record_loaded(&mut self, folder: &Path, path: &Path) {
-        self.reporter.monitors.loaded(folder, self.global_samples);
+        self.reporter.monitors.note_loaded(folder, self.global_samples);
         let loaded = LoadedFrom { folder: folder.to_owned(), path: path.to_owned(), step: self.global_steps };
         match &mut self.reporter.run {
             RunRecorder::Waiting(waiting) => waiting.start.loaded = Some(loaded),

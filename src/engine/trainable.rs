@@ -39,7 +39,7 @@ impl<M> Engine<M> {
         self.forget_forward();
         // A parameter that is being frozen keeps the weights that the model holds, so the model gets the averaged
         // weights first.
-        self.attempt(|engine| engine.show(ActiveWeights::Averaged))?;
+        self.attempt(|engine| engine.activate_weights(ActiveWeights::Averaged))?;
         let updates = self.optimizer_steps;
         self.settled(|engine| engine.core.set_trained(&trained, updates))
     }

@@ -5,7 +5,7 @@ use super::step_clock::WaitSeconds;
 use crate::Result;
 use crate::comm::CommSummary;
 use crate::config::Precision;
-use crate::files::{AtomicFile, only_earlier};
+use crate::files::{AtomicFile, check_replaceable};
 use crate::monitor::{MonitorEvent, rss_bytes, rss_peak_bytes};
 use crate::notice::{emit, warn};
 use crate::optim::Momentum;
@@ -65,8 +65,8 @@ impl<M> Engine<M> {
                 None => emit(&text),
                 Some(path) => {
                     let write = || {
-                        only_earlier(path, FlopsProfile::REPORT_PREFIX, "profile")?;
-                        let mut file = AtomicFile::beside(path)?;
+                        check_replaceable(path, FlopsProfile::REPORT_PREFIX, "profile")?;
+                        let mut file = AtomicFile::create_for(path)?;
                         file.file().write_all(format!("{text}\n").as_bytes())?;
                         file.finish()
                     };
@@ -92,7 +92,7 @@ impl<M> Engine<M> {
 
     /// Reports a finished optimizer step. Collective in the step that `flops_profiler` selects, and in steps that end
     /// with a report of all ranks.
-    pub(super) fn tell(&mut self) -> Result<()> {
+    pub(super) fn report_step(&mut self) -> Result<()> {
         let waited = WaitSeconds { collectives: self.comm_report().waited_s, files: self.offload_report().waited_s };
         self.clock.boundary(waited);
         self.report_order();

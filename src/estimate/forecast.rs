@@ -89,8 +89,8 @@ impl Estimate {
             let add = |sum: &mut u64, amount: usize| *sum = sum.saturating_add((amount as u64).saturating_mul(times));
             add(&mut entry.calls, 1);
             for transfer in uniform_hosts.transfers(c.kind, c.wire, c.dtype, c.elements) {
-                add(&mut entry.bytes_in, transfer.into);
-                add(&mut entry.bytes_out, transfer.out);
+                add(&mut entry.bytes_in, transfer.bytes_in);
+                add(&mut entry.bytes_out, transfer.bytes_out);
             }
         }
         let SimulatedStep { step, wire } = simulate(&self.step_trace, &uniform_hosts, network, measured);

@@ -8,7 +8,7 @@ use candle_core::DType;
 /// A buffer of a dtype with a length and a capacity, but without memory.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct MetaBuffer {
-    place: MemoryTier,
+    location: MemoryTier,
     dtype: DType,
     len: usize,
     capacity: usize,
@@ -16,28 +16,28 @@ pub(super) struct MetaBuffer {
 
 impl MetaBuffer {
     /// Returns a buffer of `len` elements.
-    pub fn whole(place: MemoryTier, dtype: DType, len: usize) -> Self {
-        Self { place, dtype, len, capacity: len }
+    pub fn with_len(location: MemoryTier, dtype: DType, len: usize) -> Self {
+        Self { location, dtype, len, capacity: len }
     }
 }
 
 impl ElementBuffer for MetaBuffer {
-    type Place = MemoryTier;
+    type Location = MemoryTier;
 
     fn host() -> MemoryTier {
         MemoryTier::Host
     }
 
-    fn is_device(place: &MemoryTier) -> bool {
-        *place == MemoryTier::Device
+    fn is_device(location: &MemoryTier) -> bool {
+        *location == MemoryTier::Device
     }
 
-    fn with_capacity(place: &MemoryTier, dtype: DType, capacity: usize) -> Result<Self> {
-        Ok(Self { place: *place, dtype, len: 0, capacity })
+    fn with_capacity(location: &MemoryTier, dtype: DType, capacity: usize) -> Result<Self> {
+        Ok(Self { location: *location, dtype, len: 0, capacity })
     }
 
-    fn place(&self) -> MemoryTier {
-        self.place
+    fn location(&self) -> MemoryTier {
+        self.location
     }
 
     fn dtype(&self) -> DType {
@@ -72,7 +72,7 @@ impl ElementBuffer for MetaBuffer {
         Ok(())
     }
 
-    fn moved_to(self, place: &MemoryTier) -> Result<Self> {
-        Ok(Self { place: *place, capacity: self.len, ..self })
+    fn move_to(self, location: &MemoryTier) -> Result<Self> {
+        Ok(Self { location: *location, capacity: self.len, ..self })
     }
 }

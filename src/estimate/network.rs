@@ -102,14 +102,15 @@ impl Network {
     /// A message waits for the message `window` places before it. Therefore, either the link is always busy, or each
     /// window waits for the latency of its messages.
     pub(super) fn travel(&self, transfer: &InterHostTransferEstimate) -> TransferTime {
-        let InterHostTransferEstimate { into, out, messages, window, hops, behind } = *transfer;
+        let InterHostTransferEstimate { bytes_in, bytes_out, messages, window, hops, later_hop_bytes } = *transfer;
         let (rate, latency) = (self.bytes_per_s(), self.latency_s());
-        let wire_s = into.max(out) as f64 / rate;
+        let wire_s = bytes_in.max(bytes_out) as f64 / rate;
         let per_message = wire_s / messages as f64;
         let windows = (messages - 1) / window;
         let path_latency = (1 + hops) as f64 * latency;
-        let seconds =
-            path_latency + wire_s.max(per_message + windows as f64 * (latency + per_message)) + behind as f64 / rate;
+        let seconds = path_latency
+            + wire_s.max(per_message + windows as f64 * (latency + per_message))
+            + later_hop_bytes as f64 / rate;
         TransferTime { seconds, processors: self.busy() * wire_s }
     }
 }
@@ -232,13 +233,26 @@ mod tests {
     fn a_passage_takes_its_bytes_and_its_ways() {
         let seconds =
             |network: &str, transfer: &InterHostTransferEstimate| self::network(network).travel(transfer).seconds;
-        let one = InterHostTransferEstimate { into: 3000, out: 5000, messages: 1, window: 2, hops: 1, behind: 0 };
+        let one = InterHostTransferEstimate {
+            bytes_in: 3000,
+            bytes_out: 5000,
+            messages: 1,
+            window: 2,
+            hops: 1,
+            later_hop_bytes: 0,
+        };
         // The header's latency, the message's latency, and the bytes of the busier direction.
         assert!((seconds("1MB/s,1ms", &one) - 7e-3).abs() < 1e-12);
         assert!((network("1MB/s,1ms,20%").travel(&one).processors - 1e-3).abs() < 1e-12);
         // A hundred messages of 1 ms each, two at a time: a slow link is always busy; a fast one waits for the latency.
-        let many =
-            InterHostTransferEstimate { into: 100_000, out: 100_000, messages: 100, window: 2, hops: 1, behind: 0 };
+        let many = InterHostTransferEstimate {
+            bytes_in: 100_000,
+            bytes_out: 100_000,
+            messages: 100,
+            window: 2,
+            hops: 1,
+            later_hop_bytes: 0,
+        };
         assert!((seconds("1MB/s,1ms", &many) - 102e-3).abs() < 1e-12);
         assert!((seconds("1MB/s,100ms", &many) - (200e-3 + 1e-3 + 49.0 * 101e-3)).abs() < 1e-12);
     }

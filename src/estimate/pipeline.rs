@@ -81,7 +81,7 @@ impl PipelineEstimate {
             let name = format!("rank {rank}");
             let shapes = prepare(Shapes::of(&name, |vb| division.build(module, rank, vb))?);
             let shapes = match division.copied(rank) {
-                Some(copy) => shapes.frozen_too(copy),
+                Some(copy) => shapes.freeze(copy),
                 None => shapes,
             };
             let estimate = Estimate::with(&shapes, &stage_config, EstimateOptions::default())?;

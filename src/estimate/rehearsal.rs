@@ -28,7 +28,7 @@ use crate::zero::gather::unit_trace::UnitEvent;
 use crate::zero::reduce::gradient_reducer;
 use crate::zero::reduce::gradient_reducer::{GradientReducer, ReducePlan};
 use crate::zero::share::share_plan::SharePlan;
-use crate::zero::share::sub_group::{SubGroup, places};
+use crate::zero::share::sub_group::{SubGroup, param_slots};
 use crate::zero::share::sub_group_builder::SubGroupBuilder;
 use crate::zero::step::outer_step::encoding;
 use crate::zero::step::rank_zero_requests::RankZeroRequests;
@@ -54,7 +54,7 @@ pub(super) struct Rehearsal<'a> {
     /// The memory tier of full parameters.
     tier: MemoryTier,
     /// The memory tier of the share, unless it is in files.
-    share_place: MemoryTier,
+    share_location: MemoryTier,
     /// Whether units recompute their forward pass.
     recompute: bool,
     /// The optimizers, and which of them trains which parameter.
@@ -62,7 +62,7 @@ pub(super) struct Rehearsal<'a> {
     ledger: MemoryLedger,
     groups: Mutex<Vec<SubGroup<Self>>>,
     /// The sub-group and slot of each parameter.
-    places: Vec<(usize, usize)>,
+    param_slots: Vec<(usize, usize)>,
     files: RehearsedFiles,
     /// The transfer windows between the host and the GPU, by kind.
     windows: RefCell<[Option<MemoryLedgerEntry>; 3]>,
@@ -108,7 +108,7 @@ impl<'a> Rehearsal<'a> {
         }
         let tier = if options.gpu { MemoryTier::Device } else { MemoryTier::Host };
         let devices = share_plan.devices_of(tier, MemoryTier::Host);
-        let share_place = devices.states;
+        let share_location = devices.states;
         let mut builder =
             SubGroupBuilder::with(share_plan.clone(), RehearsedFileBuilder(ledger.clone()), ledger.clone(), devices);
         let mut permanent = Vec::new();
@@ -156,11 +156,11 @@ impl<'a> Rehearsal<'a> {
             share_plan,
             second_group: second_group(config, options.hosts),
             tier,
-            share_place,
+            share_location,
             recompute: options.recompute || config.activation_checkpointing,
             grouping,
             ledger,
-            places: places(&groups, params.len()),
+            param_slots: param_slots(&groups, params.len()),
             groups: Mutex::new(groups),
             files,
             windows: RefCell::default(),
@@ -227,7 +227,7 @@ impl<'a> Rehearsal<'a> {
             ids.map(|(id, _)| *id).try_for_each(|id| publisher.push(self, id))?;
             publisher.finish(self)?;
         }
-        let in_flight = (fragments - schedule.most_in_flight().min(fragments))..fragments;
+        let in_flight = (fragments - schedule.max_in_flight().min(fragments))..fragments;
         let in_flight_bytes = |fragment| encoded(fragment).unwrap_or(sent_elements(fragment) * dtype.size_in_bytes());
         Ok(in_flight.map(|fragment| buffers(in_flight_bytes(fragment))).collect())
     }
@@ -236,7 +236,7 @@ impl<'a> Rehearsal<'a> {
     pub fn train(&self) -> Result<(Traffic, StepTrace)> {
         let zero = &self.config.zero;
         let mut gather = ParamGatherer::new(self.params, &self.leaves, zero, &self.share_plan);
-        let optional = self.leaves.optional(self.params, zero);
+        let optional = self.leaves.has_optional_gradient(self.params, zero);
         let mut gradients = GradientReducer::new(self.plan, zero.reduce_bucket_size, optional);
         gather.refresh_persistent(self)?;
         // From the third micro step on, all micro steps of a step are alike, so their traffic can be multiplied.
@@ -250,12 +250,12 @@ impl<'a> Rehearsal<'a> {
             self.step_trace.take();
             for _ in 0..micro_steps {
                 let before = self.traffic.borrow().clone();
-                self.step_trace.borrow_mut().begin_part();
+                self.step_trace.borrow_mut().begin_segment();
                 self.micro_step(&mut gather, &mut gradients)?;
                 last = self.traffic.borrow().since(&before);
             }
             self.step_trace.borrow_mut().repeat(accumulation - micro_steps);
-            self.step_trace.borrow_mut().begin_part();
+            self.step_trace.borrow_mut().begin_segment();
             vote(self, 0.0, true, RankZeroRequests::default(), self.plan.accumulate)?;
             update(self, &|param| {
                 let Param { name, shape, .. } = &self.params[param];
@@ -301,13 +301,13 @@ impl<'a> Rehearsal<'a> {
             self.control(self.buffers.div_ceil(8), self.world_size());
         }
         let sharded = self.placement().params.is_sharded();
-        let run_by = self.leaves.run_by();
-        let mut elements = vec![0usize; run_by.len()];
-        self.params.iter().for_each(|param| elements[run_by[param.unit]] += param.numel);
-        let runners = &run_by;
+        let running_units = self.leaves.running_units();
+        let mut elements = vec![0usize; running_units.len()];
+        self.params.iter().for_each(|param| elements[running_units[param.unit]] += param.numel);
+        let runners = &running_units;
         let params_of = |unit: UnitId| self.params.iter().filter(move |param| runners[param.unit] == unit);
         gather.enter(self, UnitEvent::Forward(ROOT))?;
-        for unit in (0..run_by.len()).filter(|unit| *unit != ROOT && !self.leaves.is_routed(*unit)) {
+        for unit in (0..running_units.len()).filter(|unit| *unit != ROOT && !self.leaves.is_routed(*unit)) {
             if sharded {
                 if self.recompute {
                     gather.will_recompute();
@@ -328,8 +328,8 @@ impl<'a> Rehearsal<'a> {
         let mut end = self.params.len();
         // Frozen units before the first trained parameter keep no graph.
         let first_trained = self.params.iter().position(Param::is_trained).unwrap_or(end);
-        for params in self.params.chunk_by(|a, b| run_by[a.unit] == run_by[b.unit]).rev() {
-            let unit = run_by[params[0].unit];
+        for params in self.params.chunk_by(|a, b| running_units[a.unit] == running_units[b.unit]).rev() {
+            let unit = running_units[params[0].unit];
             if unit != ROOT && end <= first_trained {
                 break;
             }

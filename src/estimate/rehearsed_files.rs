@@ -17,7 +17,7 @@ use std::rc::Rc;
 #[derive(Clone)]
 pub(super) struct RehearsedExtent {
     pub dtype: DType,
-    pub held: Rc<RefCell<MemoryLedgerEntry>>,
+    pub memory: Rc<RefCell<MemoryLedgerEntry>>,
 }
 
 /// The builder of a rehearsal's files, to which extents are added while sub-groups are laid out.
@@ -110,7 +110,7 @@ impl StateFiles for RehearsedFiles {
         buffer
     }
 
-    fn filled(&self, reading: MetaBuffer) -> Result<MetaBuffer> {
+    fn wait_filled(&self, reading: MetaBuffer) -> Result<MetaBuffer> {
         Ok(reading)
     }
 
@@ -128,7 +128,7 @@ impl StateFiles for RehearsedFiles {
         self.stored.get()
     }
 
-    fn written(&self, number: u64) -> Result<()> {
+    fn wait_written(&self, number: u64) -> Result<()> {
         let mut unwritten = self.unwritten.borrow_mut();
         if let Ok(index) = unwritten.binary_search_by_key(&number, |(other, _)| *other) {
             unwritten.remove(index);

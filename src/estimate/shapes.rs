@@ -2,7 +2,7 @@
 
 use crate::config::Config;
 use crate::error::{EngineError, ParamError, Result};
-use crate::layout::ExpertPlace;
+use crate::layout::ExpertPlacement;
 use crate::models::{Gpt, GptConfig, Llama, LlamaConfig, preset_named};
 use crate::optim::{Fp32Modules, WeightFormat};
 use crate::param::{Param, WeightFiles};
@@ -28,7 +28,7 @@ pub struct Shapes {
     packing: Option<(WeightPacking, Option<ParameterFilter>)>,
     /// The rule that selects the parameters that are kept in f32 in a 16-bit model.
     kept_f32: Option<ParameterFilter>,
-    assumed: Vec<String>,
+    assumptions: Vec<String>,
 }
 
 /// A predicate on the name and shape of a parameter.
@@ -65,7 +65,7 @@ impl Shapes {
             registered: registry.finish()?,
             packing: None,
             kept_f32: None,
-            assumed: Vec::new(),
+            assumptions: Vec::new(),
         })
     }
 
@@ -119,11 +119,11 @@ impl Shapes {
             UnitRule::Prefixes(_) => "by the given prefixes",
             UnitRule::None => "as requested: the parameters are not grouped",
         };
-        let assumed = vec![
+        let assumptions = vec![
             "every tensor is a parameter, used in the natural order of the names".to_string(),
             format!("{}, {grouping}", counted(units, "unit")),
         ];
-        Ok(Self { name: path.display().to_string(), registered, packing: None, kept_f32: None, assumed })
+        Ok(Self { name: path.display().to_string(), registered, packing: None, kept_f32: None, assumptions })
     }
 
     /// Freezes the parameters whose names match one of `patterns`, in which `*` matches any characters, as with
@@ -174,7 +174,7 @@ impl Shapes {
 
     /// Freezes a parameter, in addition to those that are already frozen.
     #[must_use]
-    pub(super) fn frozen_too(self, name: &str) -> Self {
+    pub(super) fn freeze(self, name: &str) -> Self {
         let matching = self.registered.params.iter().filter(|param| param.name == name);
         matching.for_each(|param| param.trained.store(false, Ordering::Relaxed));
         self
@@ -198,8 +198,8 @@ impl Shapes {
     }
 
     /// Returns the assumptions that were made.
-    pub fn assumed(&self) -> &[String] {
-        &self.assumed
+    pub fn assumptions(&self) -> &[String] {
+        &self.assumptions
     }
 
     /// Returns the number of elements of all parameters.
@@ -258,7 +258,7 @@ impl Shapes {
             None if is_f32(param) => WeightFormat::F32,
             None => param.weights,
         };
-        let mut stored_params: Vec<Param> = params.iter().map(|param| param.held(weights(param))).collect();
+        let mut stored_params: Vec<Param> = params.iter().map(|param| param.for_estimate(weights(param))).collect();
         if config.expert_parallel_size > 1 {
             divide_experts(&mut stored_params, &leaves, config.expert_parallel_size)?;
         }
@@ -282,7 +282,7 @@ fn divide_experts(params: &mut [Param], leaves: &LeafUnits, ranks: usize) -> Res
         }
         for param in params.iter_mut() {
             if let Ok(number) = units.binary_search(&param.unit) {
-                param.expert = Some(ExpertPlace::of(number, count, ranks));
+                param.expert = Some(ExpertPlacement::of(number, count, ranks));
             }
         }
     }

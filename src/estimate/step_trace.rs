@@ -98,7 +98,7 @@ pub(super) struct SimulatedStep {
 
 impl StepTrace {
     /// Begins the next segment. No collective may be in flight at the end of the previous segment.
-    pub fn begin_part(&mut self) {
+    pub fn begin_segment(&mut self) {
         self.segments.push(TraceSegment { times: 1, ..TraceSegment::default() });
     }
 
@@ -110,7 +110,7 @@ impl StepTrace {
 
     fn segment(&mut self) -> &mut TraceSegment {
         if self.segments.is_empty() {
-            self.begin_part();
+            self.begin_segment();
         }
         self.segments.last_mut().expect("a segment has begun")
     }
@@ -339,7 +339,7 @@ mod tests {
     fn parts_happen_as_often_as_they_are_repeated() {
         let mut step_trace = backward(true);
         step_trace.repeat(9);
-        step_trace.begin_part();
+        step_trace.begin_segment();
         let vote = step_trace.launch(sum_of(3));
         step_trace.wait(vote);
         assert_eq!(seconds(&step_trace, 1.0, 0.5), (50.5, 20.5));

@@ -24,7 +24,7 @@ pub struct AtomicFolder {
 impl AtomicFolder {
     /// Creates a folder that becomes `out`, with the permissions of any new folder. The path must contain no links, and
     /// must be [free](free_folder) or belong to the caller.
-    pub fn beside(out: &Path) -> Result<Self> {
+    pub fn create_for(out: &Path) -> Result<Self> {
         let parent = folder_of(out);
         std::fs::create_dir_all(parent)?;
         let is_inside = must_stay(out);
@@ -139,11 +139,11 @@ impl AtomicFile {
     ///
     /// # Errors
     /// The existing target is not a file; a write error.
-    pub fn beside(out: &Path) -> Result<Self> {
+    pub fn create_for(out: &Path) -> Result<Self> {
         let out = match out.symlink_metadata() {
             Ok(_) => {
                 let resolved = out.canonicalize()?;
-                super::only_a_file(&resolved.metadata()?)?;
+                super::check_regular_file(&resolved.metadata()?)?;
                 resolved
             }
             Err(_) => out.to_owned(),

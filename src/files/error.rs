@@ -71,7 +71,7 @@ pub enum OutputError {
     },
     /// A result could not be written to its path, and was written to a different one.
     #[error("cannot write to {}: {problem}; the result is in {} instead", path.display(), saved.display())]
-    Elsewhere {
+    SavedElsewhere {
         /// The requested path.
         path: PathBuf,
         /// The problem with that path.

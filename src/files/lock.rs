@@ -17,7 +17,8 @@ use std::time::{Duration, Instant};
 /// The name of the lock file in a locked folder.
 pub(crate) const LOCK: &str = ".candle-zero.lock";
 
-/// The folders that this process has locked with [`FolderLock::share`], so that its engines share the locks.
+/// The folders that this process has locked with [`FolderLock::acquire_for_process`], so that its engines share the
+/// locks.
 static SHARED: Mutex<Vec<Weak<FolderLock>>> = Mutex::new(Vec::new());
 
 /// A file that this process has locked. It is removed when this value is dropped, if the file system supports locks.
@@ -26,7 +27,7 @@ pub struct FileLock {
     file: File,
     path: PathBuf,
     /// False if the file system does not support locks.
-    holds: bool,
+    is_effective: bool,
 }
 
 /// A folder that this process has locked. It is unlocked when this value is dropped.
@@ -50,7 +51,7 @@ impl FolderLock {
     ///
     /// # Errors
     /// The lock file in the folder cannot be created or opened, or is not empty.
-    pub fn ask(folder: &Path, timeout: Duration) -> Result<FolderLockOutcome> {
+    pub fn acquire(folder: &Path, timeout: Duration) -> Result<FolderLockOutcome> {
         let start = Instant::now();
         loop {
             let outcome = Self::try_once(folder)?;
@@ -68,14 +69,17 @@ impl FolderLock {
     /// process that holds the lock, if the system reports it.
     ///
     /// # Errors
-    /// The same as [`ask`](Self::ask).
-    pub fn share(folder: &Path, timeout: Duration) -> Result<std::result::Result<Arc<Self>, Option<u32>>> {
+    /// The same as [`acquire`](Self::acquire).
+    pub fn acquire_for_process(
+        folder: &Path,
+        timeout: Duration,
+    ) -> Result<std::result::Result<Arc<Self>, Option<u32>>> {
         let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
         let folder_id = folder_id(folder)?;
         if let Some(lock) = shared.iter().filter_map(Weak::upgrade).find(|lock| lock.folder == folder_id) {
             return Ok(Ok(lock));
         }
-        match Self::ask(folder, timeout)? {
+        match Self::acquire(folder, timeout)? {
             FolderLockOutcome::Busy(owner) => Ok(Err(owner)),
             FolderLockOutcome::Held(held) => {
                 let held = Arc::new(held);
@@ -87,13 +91,13 @@ impl FolderLock {
     }
 
     /// Returns whether this is the lock of the folder that is now at this path.
-    pub fn is_of(&self, folder: &Path) -> bool {
+    pub fn locks(&self, folder: &Path) -> bool {
         folder_id(folder).is_ok_and(|folder_id| folder_id == self.folder)
     }
 
     /// Returns whether the file system supports locks. If it does not, other processes are not kept out.
-    pub fn holds(&self) -> bool {
-        self.file.holds
+    pub fn is_effective(&self) -> bool {
+        self.file.is_effective
     }
 
     /// Tries once to lock the folder. Returns `None` if the lock file was removed in the meantime.
@@ -150,14 +154,14 @@ impl FileLock {
             opened => opened?,
         };
         let found = file.metadata()?;
-        super::only_a_file(&found)?;
+        super::check_regular_file(&found)?;
         if found.len() > 0 {
             return Err(Error::new(
                 ErrorKind::AlreadyExists,
                 "it is not empty, so it is not a lock file and is not removed",
             ));
         }
-        let holds = match flock(&file, operation) {
+        let is_effective = match flock(&file, operation) {
             Ok(()) => true,
             Err(Errno::WOULDBLOCK) => return Ok(FileLockOutcome::Busy(found.ino())),
             Err(errno) if lacks_locks(errno) => false,
@@ -168,7 +172,7 @@ impl FileLock {
             Ok(now) if (now.dev(), now.ino()) == (found.dev(), found.ino()) => {}
             _ => return Ok(FileLockOutcome::Gone),
         }
-        Ok(FileLockOutcome::Held(Self { file, path: path.to_owned(), holds }))
+        Ok(FileLockOutcome::Held(Self { file, path: path.to_owned(), is_effective }))
     }
 }
 
@@ -196,7 +200,7 @@ impl Drop for FileLock {
     fn drop(&mut self) {
         // If the file cannot be removed, it remains, unlocked. If it cannot be unlocked, the lock lasts until the last
         // copy of the open file is closed.
-        if self.holds {
+        if self.is_effective {
             _ = std::fs::remove_file(&self.path);
         }
         _ = flock(&self.file, FlockOperation::Unlock);
@@ -244,7 +248,7 @@ mod tests {
     use super::*;
 
     fn held(folder: &Path) -> Option<FolderLock> {
-        match FolderLock::ask(folder, Duration::ZERO).unwrap() {
+        match FolderLock::acquire(folder, Duration::ZERO).unwrap() {
             FolderLockOutcome::Held(held) => Some(held),
             FolderLockOutcome::Busy(owner) => {
                 assert_eq!(owner, Some(std::process::id()));
@@ -259,7 +263,7 @@ mod tests {
         let (folder, path) = (File::open(dir.path()).unwrap(), dir.path().join(LOCK));
         flock(&folder, FlockOperation::NonBlockingLockExclusive).unwrap();
         let first = held(dir.path()).unwrap();
-        assert!(first.holds());
+        assert!(first.is_effective());
         assert_eq!(path.metadata().unwrap().mode() & 0o777, 0o600);
         assert!(held(dir.path()).is_none());
         drop(first);
@@ -273,7 +277,7 @@ mod tests {
     #[test]
     fn those_who_share_a_folder_hold_it_until_the_last_lets_go() {
         let dir = tempfile::tempdir().unwrap();
-        let share = || FolderLock::share(dir.path(), Duration::ZERO).unwrap().unwrap();
+        let share = || FolderLock::acquire_for_process(dir.path(), Duration::ZERO).unwrap().unwrap();
         let (first, second) = (share(), share());
         drop(first);
         assert!(held(dir.path()).is_none());
@@ -291,7 +295,7 @@ mod tests {
                 scope.spawn(|| {
                     for _ in 0..50 {
                         let held = FileLock::wait(&path).unwrap();
-                        assert!(held.holds);
+                        assert!(held.is_effective);
                         assert_eq!(inside.fetch_add(1, std::sync::atomic::Ordering::SeqCst), 0);
                         std::thread::yield_now();
                         inside.fetch_sub(1, std::sync::atomic::Ordering::SeqCst);
@@ -327,10 +331,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join(LOCK);
         std::os::unix::fs::symlink(dir.path().join("elsewhere"), &path).unwrap();
-        assert!(FolderLock::ask(dir.path(), Duration::ZERO).is_err());
+        assert!(FolderLock::acquire(dir.path(), Duration::ZERO).is_err());
         std::fs::remove_file(&path).unwrap();
         let (kind, mode) = (rustix::fs::FileType::Fifo, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR);
         rustix::fs::mknodat(rustix::fs::CWD, &path, kind, mode, 0).unwrap();
-        assert!(FolderLock::ask(dir.path(), Duration::ZERO).is_err());
+        assert!(FolderLock::acquire(dir.path(), Duration::ZERO).is_err());
     }
 }

@@ -107,7 +107,7 @@ impl OutputDigests {
         if read(path, MAX_FILE_BYTES).is_ok_and(|existing| existing == text.as_bytes()) {
             return Ok(());
         }
-        let mut file = AtomicFile::beside(path)?;
+        let mut file = AtomicFile::create_for(path)?;
         file.file().write_all(text.as_bytes())?;
         file.finish().map(drop)
     }

@@ -43,9 +43,9 @@ pub(crate) fn sweep_unfinished(parent: &Path) {
             _ = std::fs::remove_dir(&path);
         } else if path.join(LOCK).symlink_metadata().is_ok_and(|found| found.is_file())
             && unfinished_files(&path).next().is_some()
-            && let Ok(FolderLockOutcome::Held(lock)) = FolderLock::ask(&path, Duration::ZERO)
+            && let Ok(FolderLockOutcome::Held(lock)) = FolderLock::acquire(&path, Duration::ZERO)
             // If the file system does not support locks, the files may belong to a job that is still running.
-            && lock.holds()
+            && lock.is_effective()
         {
             remove_unfinished(&path);
         }
@@ -74,7 +74,7 @@ mod tests {
         std::fs::create_dir(at(".writing-mine00")).unwrap();
         std::fs::write(at(".writing-mine00/text"), "text").unwrap();
         std::fs::write(at("killed").join(LOCK), "").unwrap();
-        let Ok(FolderLockOutcome::Held(lock)) = FolderLock::ask(&at("running"), Duration::ZERO) else { panic!() };
+        let Ok(FolderLockOutcome::Held(lock)) = FolderLock::acquire(&at("running"), Duration::ZERO) else { panic!() };
 
         sweep_unfinished(parent.path());
         assert!(!at(".writing-Empty0").exists() && at(".writing-mine00/text").exists());

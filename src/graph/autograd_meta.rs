@@ -1,7 +1,7 @@
 //! The table that maps a tensor to its token and slot.
 
 use super::grad_slot::{Grad, GradSlot};
-use super::precomputed_op::prepared;
+use super::precomputed_op::apply_precomputed;
 use crate::util::unpoisoned;
 use candle_core::{Result, Shape, Storage, Tensor, TensorId};
 use std::collections::HashMap;
@@ -14,11 +14,11 @@ use std::sync::{Arc, LazyLock, OnceLock, RwLock};
 pub(crate) struct AutogradMeta {
     pub token: Tensor,
     pub slot: Arc<GradSlot>,
-    remake: Option<RecomputeFn>,
+    recompute: Option<RecomputeFn>,
     /// Whether operations that are recorded now want the tensor's gradient; `None` if they always do.
     wanted: Option<Arc<AtomicBool>>,
     /// The elements whose gradient is incomplete on purpose, so that gradient checks do not perturb them.
-    pub still: Range<usize>,
+    pub unchecked: Range<usize>,
 }
 
 /// A function that computes a tensor's values again.
@@ -26,7 +26,7 @@ type RecomputeFn = Arc<dyn Fn() -> Result<Tensor> + Send + Sync>;
 
 impl AutogradMeta {
     pub fn new(token: Tensor, slot: Arc<GradSlot>) -> Self {
-        Self { token, slot, remake: None, wanted: None, still: 0..0 }
+        Self { token, slot, recompute: None, wanted: None, unchecked: 0..0 }
     }
 
     /// Returns whether an operation that is recorded now must compute a gradient of the tensor.
@@ -46,50 +46,50 @@ pub(crate) fn node_of(tensor: &Tensor) -> Option<AutogradMeta> {
 /// Registers a function that computes `tensor`'s values again, cheaply and bit for bit, from the data that the tensor's
 /// own operation keeps for the backward pass. Operations that need the values in that pass need not keep the tensor:
 /// see [`SavedTensor`].
-pub(crate) fn can_remake(tensor: &Tensor, remake: impl Fn() -> Result<Tensor> + Send + Sync + 'static) {
+pub(crate) fn register_recompute(tensor: &Tensor, recompute: impl Fn() -> Result<Tensor> + Send + Sync + 'static) {
     let mut nodes = unpoisoned(NODES.write());
     if let Some(node) = nodes.get_mut(&tensor.id()) {
-        node.remake = Some(Arc::new(remake));
+        node.recompute = Some(Arc::new(recompute));
     }
 }
 
 /// Makes this library's operations compute a gradient of `tensor` only if `wanted` is true when they are recorded.
-pub(crate) fn only_while(tensor: &Tensor, wanted: Arc<AtomicBool>) {
+pub(crate) fn want_grad_while(tensor: &Tensor, wanted: Arc<AtomicBool>) {
     if let Some(node) = unpoisoned(NODES.write()).get_mut(&tensor.id()) {
         node.wanted = Some(wanted);
     }
 }
 
 /// Marks elements of `tensor` whose gradient is incomplete on purpose.
-pub(crate) fn hold_still(tensor: &Tensor, elements: Range<usize>) {
+pub(crate) fn exclude_from_gradient_check(tensor: &Tensor, elements: Range<usize>) {
     if let Some(node) = unpoisoned(NODES.write()).get_mut(&tensor.id()) {
-        node.still = elements;
+        node.unchecked = elements;
     }
 }
 
 /// The values of an input until the backward pass: the tensor, or the function that computes it again.
 pub(crate) enum SavedTensor {
     Tensor(Tensor),
-    Remade(RecomputeFn),
+    Recomputed(RecomputeFn),
 }
 
 impl SavedTensor {
     pub fn of(tensor: &Tensor) -> Self {
-        match node_of(tensor).and_then(|node| node.remake) {
-            Some(remake) => Self::Remade(remake),
+        match node_of(tensor).and_then(|node| node.recompute) {
+            Some(recompute) => Self::Recomputed(recompute),
             None => Self::Tensor(tensor.clone()),
         }
     }
 
-    /// Returns values that `remake` computes from data that the operation keeps anyway.
-    pub fn remade(remake: impl Fn() -> Result<Tensor> + Send + Sync + 'static) -> Self {
-        Self::Remade(Arc::new(remake))
+    /// Returns values that `recompute` computes from data that the operation keeps anyway.
+    pub fn recomputed(recompute: impl Fn() -> Result<Tensor> + Send + Sync + 'static) -> Self {
+        Self::Recomputed(Arc::new(recompute))
     }
 
     pub fn get(&self) -> Result<Tensor> {
         match self {
             Self::Tensor(tensor) => Ok(tensor.clone()),
-            Self::Remade(remake) => remake(),
+            Self::Recomputed(recompute) => recompute(),
         }
     }
 }
@@ -116,7 +116,7 @@ pub(crate) fn with_token(
 ) -> Result<Tensor> {
     let id = Arc::new(OnceLock::new());
     let (entry, candle_slot) = (AutogradRemovalGuard(id.clone()), slot.clone());
-    let tensor = prepared(name, &token, value, move |token, grad| {
+    let tensor = apply_precomputed(name, &token, value, move |token, grad| {
         let _ = &entry;
         candle_slot.add(Grad::Shared(grad.clone()))?;
         Ok(Some(token.detach()))

@@ -4,8 +4,8 @@ use std::cell::Cell;
 
 thread_local! {
     static WITHOUT_GRADIENTS: Cell<bool> = const { Cell::new(false) };
-    static ONCE: Cell<bool> = const { Cell::new(false) };
-    static DEFERRING: Cell<bool> = const { Cell::new(false) };
+    static SINGLE_BACKWARD: Cell<bool> = const { Cell::new(false) };
+    static DEFERRED_WEIGHT_GRADIENTS: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Sets a flag of this thread while `run` runs, and restores its previous value afterwards, even if `run` panics.
@@ -27,14 +27,14 @@ pub(crate) fn without_gradients<T>(run: impl FnOnce() -> T) -> T {
 
 /// Runs a backward pass that is the only one of its graph. Each operation drops its kept data as soon as it has run, so
 /// that activations are freed while the backward pass proceeds.
-pub(crate) fn once<T>(backward: impl FnOnce() -> T) -> T {
-    with_flag(&ONCE, backward)
+pub(crate) fn with_single_backward<T>(backward: impl FnOnce() -> T) -> T {
+    with_flag(&SINGLE_BACKWARD, backward)
 }
 
 /// Runs the first part of a divided backward pass (arXiv 2401.10241), in which layers may leave the gradients of their
 /// weights for later. The gradient in a parameter's slot becomes a [`DeferredGradient`](super::DeferredGradient).
-pub(crate) fn deferring<T>(backward: impl FnOnce() -> T) -> T {
-    with_flag(&DEFERRING, backward)
+pub(crate) fn with_deferred_weight_gradients<T>(backward: impl FnOnce() -> T) -> T {
+    with_flag(&DEFERRED_WEIGHT_GRADIENTS, backward)
 }
 
 /// Returns whether operations are not recorded.
@@ -43,11 +43,11 @@ pub(crate) fn is_without_gradients() -> bool {
 }
 
 /// Returns whether the current backward pass is the only one of its graph.
-pub(crate) fn is_once() -> bool {
-    ONCE.get()
+pub(crate) fn is_single_backward() -> bool {
+    SINGLE_BACKWARD.get()
 }
 
 /// Returns whether the backward pass that this thread runs leaves gradients of weights for later.
-pub(super) fn is_deferring() -> bool {
-    DEFERRING.get()
+pub(super) fn defers_weight_gradients() -> bool {
+    DEFERRED_WEIGHT_GRADIENTS.get()
 }

@@ -27,7 +27,7 @@ impl Grad {
             other => {
                 let tensor = other.on_device(device)?;
                 let len = tensor.elem_count();
-                let copy = cuda::written(device, tensor.dtype(), len, |to| {
+                let copy = cuda::alloc_and_write(device, tensor.dtype(), len, |to| {
                     with_each([&tensor], "copy", |[from]| cuda::copy(device, to, from))
                 })?;
                 Ok(tensor_of(copy, len))
@@ -50,7 +50,7 @@ impl GradSlot {
         }
         self.compute_deferred()?;
         let Some(grad) = self.take() else {
-            let storage = cuda::written(device, dtype, len, |grad| write(grad, false))?;
+            let storage = cuda::alloc_and_write(device, dtype, len, |grad| write(grad, false))?;
             return self.add(Grad::of_storage(storage, len));
         };
         if grad.dtype() != dtype {
@@ -98,6 +98,6 @@ impl InputGradSink {
         write: impl FnOnce(DeviceFlatMut<'_>) -> Result<()>,
     ) -> Result<()> {
         let Some(slot) = self.open() else { return Ok(()) };
-        slot.add(Grad::of_storage(cuda::written(device, dtype, len, write)?, len))
+        slot.add(Grad::of_storage(cuda::alloc_and_write(device, dtype, len, write)?, len))
     }
 }

@@ -178,7 +178,7 @@ pub(crate) type BackwardHook = Box<dyn Fn() -> Result<()> + Send + Sync>;
 
 impl GradSlot {
     /// Creates the slot of a parameter, which takes gradients while `gate` returns true and drops them otherwise.
-    pub fn behind(gate: GradGate) -> Self {
+    pub fn with_gate(gate: GradGate) -> Self {
         Self { gate: Some(gate), ..Self::default() }
     }
 
@@ -188,7 +188,7 @@ impl GradSlot {
     }
 
     /// Returns whether the slot is a parameter's.
-    pub fn is_behind_a_gate(&self) -> bool {
+    pub fn has_gate(&self) -> bool {
         self.gate.is_some()
     }
 
@@ -249,7 +249,7 @@ impl GradSlot {
     }
 
     /// Runs the hooks that [`GradSlot::before_backward`] has registered.
-    pub fn about_to_run(&self) -> Result<()> {
+    pub fn run_hooks(&self) -> Result<()> {
         lock(&self.hooks).iter().try_for_each(|hook| hook())
     }
 

@@ -33,8 +33,14 @@ mod recorded_op;
 mod rng_position;
 
 pub(crate) use autocast::{autocast, autocast_format};
-pub(crate) use autograd_meta::{SavedTensor, can_remake, hold_still, node_of, only_while, with_token};
-pub(crate) use backward_flags::{deferring, is_once, is_without_gradients, once, without_gradients};
+pub(crate) use autograd_meta::{
+    SavedTensor, exclude_from_gradient_check, node_of, register_recompute, want_grad_while, with_token,
+};
+pub(crate) use backward_flags::{
+    is_single_backward, is_without_gradients, with_deferred_weight_gradients, with_single_backward, without_gradients,
+};
 pub(crate) use grad_slot::{DeferredGradient, Grad, GradSlot, abandon};
-pub(crate) use recorded_op::{InputGradSink, OpInputs, ResultStorage, SavedResult, copied, delivering, part_input};
+pub(crate) use recorded_op::{
+    InputGradSink, OpInputs, ResultStorage, SavedResult, copy_to_result, deliver_gradients, subgraph_input,
+};
 pub(crate) use rng_position::{RngStreamKey, advance_draws, draw_from, rng_position, stream_of, stream_position};

@@ -21,7 +21,12 @@ struct PrecomputedOp<B> {
 
 /// Returns `result` as the result of an operation on `arg`, whose backward pass calls `backward(arg, gradient)` to get
 /// the gradient of `arg`.
-pub(crate) fn prepared<B>(name: &'static str, arg: &Tensor, result: (Storage, Shape), backward: B) -> Result<Tensor>
+pub(crate) fn apply_precomputed<B>(
+    name: &'static str,
+    arg: &Tensor,
+    result: (Storage, Shape),
+    backward: B,
+) -> Result<Tensor>
 where
     B: Fn(&Tensor, &Tensor) -> Result<Option<Tensor>> + Send + Sync + 'static,
 {
@@ -30,13 +35,13 @@ where
 
 /// Returns a scalar whose derivative with respect to `output` is `grad`, so that its backward pass seeds the graph with
 /// `grad`.
-pub(crate) fn seeded(output: &Tensor, grad: Tensor) -> Result<Tensor> {
+pub(crate) fn seed_backward(output: &Tensor, grad: Tensor) -> Result<Tensor> {
     let zero = storage_on(output.device(), to_storage(Flat::zeros(output.dtype(), 1)))?;
-    prepared("seed", output, (zero, Shape::from(())), move |_, _| Ok(Some(grad.clone())))
+    apply_precomputed("seed", output, (zero, Shape::from(())), move |_, _| Ok(Some(grad.clone())))
 }
 
 /// Creates a token's result: one element on `device`.
-pub(crate) fn one(device: &Device) -> Result<(Storage, Shape)> {
+pub(crate) fn token_value(device: &Device) -> Result<(Storage, Shape)> {
     Ok((storage_on(device, CpuStorage::F32(vec![0.0]))?, Shape::from(1)))
 }
 
@@ -46,7 +51,7 @@ fn is_trainable_dtype(dtype: DType) -> bool {
 }
 
 /// Returns a copy of a tensor's values, on the tensor's device, and the tensor's shape.
-pub(crate) fn copy_of(tensor: &Tensor) -> Result<(Storage, Shape)> {
+pub(crate) fn copy_storage(tensor: &Tensor) -> Result<(Storage, Shape)> {
     let (storage, layout) = tensor.storage_and_layout();
     let copy = match &*storage {
         Storage::Cuda(cuda) => {

@@ -1,9 +1,9 @@
 //! Records an operation of this library: its inputs, the destinations of their gradients, and its result.
 
 use super::autograd_meta::{AutogradMeta, node_of, with_token};
-use super::backward_flags::{is_deferring, is_once, is_without_gradients};
+use super::backward_flags::{defers_weight_gradients, is_single_backward, is_without_gradients};
 use super::grad_slot::{DeferredPart, Grad, GradSlot, abandon};
-use super::precomputed_op::{copy_of, one, prepared};
+use super::precomputed_op::{apply_precomputed, copy_storage, token_value};
 use crate::kernels::buffer;
 use crate::tensor::element::TensorElement;
 use crate::util::lock;
@@ -35,7 +35,7 @@ impl InputGradSink {
     /// `weight_gradient` is called immediately or, if the backward pass is divided and the weight is a parameter, later
     /// and with a copy of the output's gradient. Until then, `weight_gradient` keeps `kept` bytes of memory, those of
     /// the layer's input.
-    pub fn now_or_later<E: TensorElement>(
+    pub fn deliver_or_defer<E: TensorElement>(
         &self,
         grad: &[E],
         kept: usize,
@@ -53,9 +53,9 @@ impl InputGradSink {
         }
     }
 
-    /// Returns whether [`InputGradSink::now_or_later`] would leave the gradient for later.
+    /// Returns whether [`InputGradSink::deliver_or_defer`] would leave the gradient for later.
     pub fn is_deferred(&self) -> bool {
-        self.open().is_some_and(|slot| is_deferring() && slot.is_behind_a_gate())
+        self.open().is_some_and(|slot| defers_weight_gradients() && slot.has_gate())
     }
 
     /// Takes the gradient out of its slot, so that the caller can add to it and give it back; see [`GradSlot::lend`].
@@ -65,11 +65,11 @@ impl InputGradSink {
     }
 
     /// Delivers a gradient, or a part of it.
-    pub fn give(&self, grad: Grad) -> Result<()> {
+    pub fn deliver(&self, grad: Grad) -> Result<()> {
         self.0.as_ref().map_or(Ok(()), |slot| slot.add(grad))
     }
 
-    fn give_if_empty(&self, grad: impl FnOnce() -> Grad) -> Result<()> {
+    fn deliver_if_empty(&self, grad: impl FnOnce() -> Grad) -> Result<()> {
         self.open().filter(|slot| slot.is_empty()).map_or(Ok(()), |slot| slot.add(grad()))
     }
 
@@ -104,7 +104,7 @@ impl InputGradSink {
         add: impl FnOnce(&mut [E]) -> Result<()>,
     ) -> Result<()> {
         // Memory fresh from the system is already zero, so the zeros of untouched rows cost nothing.
-        self.give_if_empty(|| Grad::own(bytemuck::zeroed_vec::<E>(len)))?;
+        self.deliver_if_empty(|| Grad::own(bytemuck::zeroed_vec::<E>(len)))?;
         self.accumulate(len, |values, _| add(values))
     }
 
@@ -117,7 +117,7 @@ impl InputGradSink {
     }
 
     /// Delivers a gradient that was summed in f32, rounded once.
-    pub fn give_sums<E: TensorElement>(&self, sums: &[f32]) -> Result<()> {
+    pub fn deliver_sums<E: TensorElement>(&self, sums: &[f32]) -> Result<()> {
         self.accumulate::<E>(sums.len(), |grad, add| {
             if add {
                 let mut total = vec![0f32; sums.len()];
@@ -208,10 +208,12 @@ fn record(inputs: Vec<Tensor>, name: &'static str, result: (Storage, Shape), bac
 fn adapter_token(input: &Tensor) -> Result<AutogradMeta> {
     let slot = Arc::new(GradSlot::default());
     let grad_source = slot.clone();
-    let token = prepared("adapted-input", input, one(input.device())?, move |input, _| match grad_source.take() {
-        Some(grad) => grad.into_tensor(input.shape(), input.device()).map(Some),
-        // Candle requests a gradient of every tensor that it tracks.
-        None => input.zeros_like().map(Some),
+    let token = apply_precomputed("adapted-input", input, token_value(input.device())?, move |input, _| {
+        match grad_source.take() {
+            Some(grad) => grad.into_tensor(input.shape(), input.device()).map(Some),
+            // Candle requests a gradient of every tensor that it tracks.
+            None => input.zeros_like().map(Some),
+        }
     })?;
     Ok(AutogradMeta::new(token, slot))
 }
@@ -232,8 +234,8 @@ impl From<CudaStorage> for ResultStorage {
 }
 
 /// Returns a copy of a tensor's values as the result of an operation.
-pub(crate) fn copied(tensor: &Tensor) -> Result<ResultStorage> {
-    Ok(ResultStorage(copy_of(tensor)?.0))
+pub(crate) fn copy_to_result(tensor: &Tensor) -> Result<ResultStorage> {
+    Ok(ResultStorage(copy_storage(tensor)?.0))
 }
 
 /// The value of an operation's result, kept for the operation's own backward pass. It shares the result's memory
@@ -263,7 +265,8 @@ type BackwardFn = Box<dyn Fn(Grad) -> Result<()> + Send + Sync>;
 struct RecordedOp {
     name: &'static str,
     slot: Arc<GradSlot>,
-    /// `None` once the function has run in a backward pass that was started by [`once`](super::once).
+    /// `None` once the function has run in a backward pass that was started by
+    /// [`with_single_backward`](super::with_single_backward).
     backward: Mutex<Option<BackwardFn>>,
 }
 
@@ -281,7 +284,7 @@ impl RecordedOp {
     }
 
     fn run(&self) -> Result<()> {
-        self.slot.about_to_run()?;
+        self.slot.run_hooks()?;
         // No gradient has arrived if no use of the result passed one on.
         let Some(grad) = self.slot.take() else { return Ok(()) };
         let Some(backward) = lock(&self.backward).take() else {
@@ -291,7 +294,7 @@ impl RecordedOp {
             )
         };
         let result = backward(grad);
-        if result.is_err() || !is_once() {
+        if result.is_err() || !is_single_backward() {
             *lock(&self.backward) = Some(backward);
         }
         if result.is_err() {
@@ -311,7 +314,7 @@ impl CustomOp1 for RecordedOp {
     }
 
     fn cuda_fwd(&self, token: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
-        one_on_cuda(token)
+        token_value_on_cuda(token)
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, token_grad: &Tensor) -> Result<Option<Tensor>> {
@@ -322,9 +325,9 @@ impl CustomOp1 for RecordedOp {
 }
 
 /// Creates a token on the same GPU as another token.
-fn one_on_cuda(token: &CudaStorage) -> Result<(CudaStorage, Shape)> {
+fn token_value_on_cuda(token: &CudaStorage) -> Result<(CudaStorage, Shape)> {
     use candle_core::backend::BackendStorage;
-    match one(&Device::Cuda(token.device().clone()))? {
+    match token_value(&Device::Cuda(token.device().clone()))? {
         (Storage::Cuda(storage), shape) => Ok((storage, shape)),
         _ => candle_core::bail!("a token for the GPU was created on another device"),
     }
@@ -343,7 +346,7 @@ impl CustomOp2 for JoinTokensOp {
     }
 
     fn cuda_fwd(&self, token: &CudaStorage, _: &Layout, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
-        one_on_cuda(token)
+        token_value_on_cuda(token)
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor, token_grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
@@ -353,20 +356,25 @@ impl CustomOp2 for JoinTokensOp {
 
 /// Returns a scalar whose backward pass delivers `output_grad`, the gradient of `output`, after `weight_grad`, a part
 /// of the gradient of `weight`.
-pub(crate) fn delivering(output: &Tensor, output_grad: Tensor, weight: &Tensor, weight_grad: Grad) -> Result<Tensor> {
-    let (storage, _) = one(output.device())?;
+pub(crate) fn deliver_gradients(
+    output: &Tensor,
+    output_grad: Tensor,
+    weight: &Tensor,
+    weight_grad: Grad,
+) -> Result<Tensor> {
+    let (storage, _) = token_value(output.device())?;
     let weight_grad = Mutex::new(Some(weight_grad));
     let result = OpInputs::of([Some(output), Some(weight)])?;
     result.result("delivered-gradients", ResultStorage(storage), Shape::from(()), move |_, [to_output, to_weight]| {
-        lock(&weight_grad).take().map_or(Ok(()), |grad| to_weight.give(grad))?;
-        to_output.give(Grad::Shared(output_grad.clone()))
+        lock(&weight_grad).take().map_or(Ok(()), |grad| to_weight.deliver(grad))?;
+        to_output.deliver(Grad::Shared(output_grad.clone()))
     })
 }
 
 /// Returns the input of a part of a graph that is differentiated separately, as the result of an operation of this
 /// library: the gradients of its uses are added up as in the middle of a graph.
-pub(crate) fn part_input(input: &Var) -> Result<Tensor> {
-    let (storage, shape) = copy_of(input)?;
+pub(crate) fn subgraph_input(input: &Var) -> Result<Tensor> {
+    let (storage, shape) = copy_storage(input)?;
     OpInputs::of([Some(input.as_tensor())])?
-        .result("part-input", ResultStorage(storage), shape, |grad, [to_x]| to_x.give(grad))
+        .result("part-input", ResultStorage(storage), shape, |grad, [to_x]| to_x.deliver(grad))
 }

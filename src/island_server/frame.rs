@@ -108,7 +108,7 @@ impl Frame {
 pub(super) enum ReadError {
     Io(io::Error),
     /// The other side does not follow the protocol.
-    Foreign(String),
+    Protocol(String),
 }
 
 impl From<io::Error> for ReadError {
@@ -125,16 +125,16 @@ pub(super) fn read(
     let mut start = [0; 9];
     from.read_exact(&mut start)?;
     let [number, length @ ..] = start;
-    let kind = FrameKind::of(number).ok_or_else(|| ReadError::Foreign(format!("it sent a frame of kind {number}")))?;
+    let kind = FrameKind::of(number).ok_or_else(|| ReadError::Protocol(format!("it sent a frame of kind {number}")))?;
     let length = u64::from_le_bytes(length);
     match limit(kind) {
         None => {
-            return Err(ReadError::Foreign(format!("it sent a frame of kind {kind:?}, which is not expected here")));
+            return Err(ReadError::Protocol(format!("it sent a frame of kind {kind:?}, which is not expected here")));
         }
         Some(limit) if length > limit => {
             let length = counted(length, "byte");
             let why = format!("it sent a frame of kind {kind:?} of {length}; at most {limit} are allowed");
-            return Err(ReadError::Foreign(why));
+            return Err(ReadError::Protocol(why));
         }
         Some(_) => {}
     }
@@ -175,7 +175,7 @@ mod tests {
             bytes
         };
         let foreign = |bytes: &[u8]| match read(&mut &*bytes, |kind| (kind != FrameKind::Mean).then_some(10)) {
-            Err(ReadError::Foreign(why)) => why,
+            Err(ReadError::Protocol(why)) => why,
             other => panic!("{other:?}"),
         };
         assert_eq!(foreign(&frame(72, 1)), "it sent a frame of kind 72");

@@ -7,7 +7,7 @@ use super::messages::{
     DonationHead, Hello, MAGIC, MAX_MANIFEST, MAX_PART, MAX_SHORT, MeanHead, RoundKey, VERSION, Welcome, split_numbers,
 };
 use super::outbox::{Outbox, start_writer};
-use super::{BEAT, DEFAULT_SILENCE};
+use super::{DEFAULT_SILENCE_TIMEOUT, HEARTBEAT_INTERVAL};
 use crate::error::{Error, IslandError, Result};
 use crate::notice::emit;
 use crate::util::lock;
@@ -33,9 +33,9 @@ const PARTS_AHEAD: usize = 8;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum EntryMode {
     /// With its own weights.
-    Begins,
+    Begin,
     /// With the state of a donor.
-    Joins,
+    Join,
 }
 
 /// The result of an exchange.
@@ -104,8 +104,8 @@ impl IslandLink {
         let stream = reach(address, failure)?;
         let io_error = |error: std::io::Error| lost(address, error.to_string());
         stream.set_nodelay(true).map_err(io_error)?;
-        stream.set_read_timeout(Some(DEFAULT_SILENCE)).map_err(io_error)?;
-        stream.set_write_timeout(Some(DEFAULT_SILENCE)).map_err(io_error)?;
+        stream.set_read_timeout(Some(DEFAULT_SILENCE_TIMEOUT)).map_err(io_error)?;
+        stream.set_write_timeout(Some(DEFAULT_SILENCE_TIMEOUT)).map_err(io_error)?;
         let preamble = [&MAGIC[..], &VERSION.to_le_bytes()].concat();
         (&stream).write_all(&preamble).map_err(io_error)?;
         let (outbox, inbox) = (Arc::new(Outbox::default()), Arc::new(SharedInbox::default()));
@@ -113,7 +113,8 @@ impl IslandLink {
             .unwrap_or_else(|error| unreachable!("numbers and strings are valid JSON: {error}"));
         outbox.push(Frame::new(FrameKind::Hello, text));
         let mut reader = stream.try_clone().map_err(io_error)?;
-        let writer = start_writer(outbox.clone(), stream.try_clone().map_err(io_error)?, BEAT).map_err(io_error)?;
+        let writer = stream.try_clone().map_err(io_error)?;
+        let writer = start_writer(outbox.clone(), writer, HEARTBEAT_INTERVAL).map_err(io_error)?;
         let reader_thread = std::thread::Builder::new().name("island-reader".into()).spawn({
             let (inbox, address, prints_notices) = (inbox.clone(), address.to_owned(), hello.position == 0);
             let max_mean = hello.lens.iter().filter_map(|len| hello.run.format.encoded_len(*len)).max().unwrap_or(0);
@@ -138,8 +139,8 @@ impl IslandLink {
     }
 
     /// Returns how this island enters the run.
-    pub fn entrance(&self) -> EntryMode {
-        if self.welcome.joins { EntryMode::Joins } else { EntryMode::Begins }
+    pub fn entry_mode(&self) -> EntryMode {
+        if self.welcome.joins { EntryMode::Join } else { EntryMode::Begin }
     }
 
     /// Sends a change. `weights` is a hash of the weights after the last exchange.
@@ -161,7 +162,7 @@ impl IslandLink {
     ///
     /// # Errors
     /// Fails if the server is lost or refuses the island, or if another rank has failed.
-    pub fn received(&self, failure: &dyn Fn() -> Option<Error>) -> Result<JoinMessage> {
+    pub fn next_join_message(&self, failure: &dyn Fn() -> Option<Error>) -> Result<JoinMessage> {
         let received = self.wait(|inbox| inbox.join_messages.pop_front(), failure)?;
         // There is room for another part.
         self.inbox.changed.notify_all();
@@ -325,10 +326,10 @@ fn lost(address: &str, why: String) -> Error {
 fn failure_of(error: ReadError, address: &str, was_welcome: bool) -> IslandError {
     let address = address.to_owned();
     let why = match error {
-        ReadError::Foreign(why) => return IslandError::NoServer { address, why },
+        ReadError::Protocol(why) => return IslandError::NoServer { address, why },
         ReadError::Io(error) => match error.kind() {
             std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut => {
-                format!("no sign of life for {} s", DEFAULT_SILENCE.as_secs())
+                format!("no sign of life for {} s", DEFAULT_SILENCE_TIMEOUT.as_secs())
             }
             std::io::ErrorKind::UnexpectedEof if !was_welcome => {
                 "the connection was closed before the server had answered".into()

@@ -29,7 +29,7 @@ pub(super) enum ServerAction {
     Close(ConnectionId),
     Record(IslandEvent),
     /// Prints a message.
-    Tell(String),
+    Print(String),
 }
 
 /// An island whose ranks are not all connected yet.
@@ -156,8 +156,8 @@ impl Membership {
         self.actions.push(ServerAction::Close(connection));
     }
 
-    fn tell(&mut self, message: String) {
-        self.actions.push(ServerAction::Tell(message));
+    fn print(&mut self, message: String) {
+        self.actions.push(ServerAction::Print(message));
     }
 
     /// Returns the slot and the position of a rank.
@@ -275,9 +275,9 @@ impl Membership {
         self.send_to_island(slot, &Frame::new(FrameKind::Welcome, json(&Welcome { slot, joins: !begins })));
         if begins {
             self.actions.push(ServerAction::Record(IslandEvent::Begin { slot }));
-            self.tell(format!("island {slot} begins"));
+            self.print(format!("island {slot} begins"));
         } else {
-            self.tell(format!("island {slot} waits to join"));
+            self.print(format!("island {slot} waits to join"));
         }
         self.advance();
     }
@@ -367,7 +367,7 @@ impl Membership {
         }
         let names: Vec<String> = joiners.iter().map(usize::to_string).collect();
         let islands = if names.len() == 1 { "island" } else { "islands" };
-        self.tell(format!("island {donor} gives its state to {islands} {} after step {}", list(&names), key.step));
+        self.print(format!("island {donor} gives its state to {islands} {} after step {}", list(&names), key.step));
         self.donations += 1;
         self.donation = Some(Donation { number: self.donations, donor, joiners, key, ended: 0 });
         Some((donor, self.donations))
@@ -409,7 +409,7 @@ impl Membership {
             island.state = IslandState::Member { since };
             self.send_to_island(joiner, &Frame::new(FrameKind::Joined, Vec::new()));
             self.actions.push(ServerAction::Record(IslandEvent::Join { slot: joiner, donor, exchange: key }));
-            self.tell(format!("island {joiner} joins after step {}", since.unwrap_or(key.step)));
+            self.print(format!("island {joiner} joins after step {}", since.unwrap_or(key.step)));
         }
         self.advance();
     }
@@ -458,7 +458,7 @@ impl Membership {
         self.rounds.values_mut().for_each(|round| _ = round.remove(&slot));
         self.rounds.retain(|_, round| !round.is_empty());
         self.actions.push(ServerAction::Record(IslandEvent::Leave { slot, why: why.to_owned() }));
-        self.tell(format!("island {slot} leaves: {why}"));
+        self.print(format!("island {slot} leaves: {why}"));
         if self.donation.as_ref().is_some_and(|donation| donation.donor == slot)
             && let Some(donation) = self.donation.take()
         {

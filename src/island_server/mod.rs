@@ -49,7 +49,7 @@ pub const SLOT: &str = "CANDLE_ZERO_ISLAND_SLOT";
 pub const LAUNCHER: &str = "CANDLE_ZERO_LAUNCHER_ID";
 
 /// The time without a sign of life after which the other side of a connection counts as dead.
-const DEFAULT_SILENCE: Duration = Duration::from_secs(60);
+const DEFAULT_SILENCE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The time after which a side that has nothing to send sends a sign of life.
-const BEAT: Duration = Duration::from_secs(1);
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);

@@ -8,7 +8,7 @@ use super::membership::{ConnectionId, Membership, ServerAction};
 use super::membership_log::{IslandEvent, RecordFile, Replay};
 use super::messages::{Hello, MAGIC, MAX_MANIFEST, MAX_PART, MAX_SHORT, VERSION};
 use super::outbox::{Outbox, start_writer};
-use super::{BEAT, DEFAULT_SILENCE};
+use super::{DEFAULT_SILENCE_TIMEOUT, HEARTBEAT_INTERVAL};
 use crate::error::{IslandError, Result};
 use crate::notice::emit;
 use crate::util::lock;
@@ -35,14 +35,20 @@ pub struct IslandServerOptions {
     /// The record of the run whose joins and departures are to be repeated.
     pub replay: Option<PathBuf>,
     /// The time without a sign of life after which a rank counts as dead. Less than 4 s counts as 4 s. Default 60 s.
-    pub silence: Duration,
+    pub silence_timeout: Duration,
     /// Whether events are printed. Default false.
-    pub prints: bool,
+    pub print_events: bool,
 }
 
 impl Default for IslandServerOptions {
     fn default() -> Self {
-        Self { listen: "127.0.0.1:0".into(), record: None, replay: None, silence: DEFAULT_SILENCE, prints: false }
+        Self {
+            listen: "127.0.0.1:0".into(),
+            record: None,
+            replay: None,
+            silence_timeout: DEFAULT_SILENCE_TIMEOUT,
+            print_events: false,
+        }
     }
 }
 
@@ -77,8 +83,8 @@ pub struct IslandServer {
 #[derive(Debug)]
 struct SharedServer {
     state: Mutex<ServerState>,
-    silence: Duration,
-    prints: bool,
+    silence_timeout: Duration,
+    print_events: bool,
     is_closing: AtomicBool,
 }
 
@@ -116,8 +122,8 @@ impl IslandServer {
                 next: 0,
                 record,
             }),
-            silence: options.silence.max(4 * BEAT),
-            prints: options.prints,
+            silence_timeout: options.silence_timeout.max(4 * HEARTBEAT_INTERVAL),
+            print_events: options.print_events,
             is_closing: AtomicBool::new(false),
         });
         let acceptor = std::thread::Builder::new().name("island-server".into()).spawn({
@@ -184,7 +190,7 @@ fn accept(listener: &TcpListener, shared: &Arc<SharedServer>) {
 
 impl SharedServer {
     fn print_event(&self, message: &str) {
-        if self.prints {
+        if self.print_events {
             emit(&format!("island server: {message}"));
         }
     }
@@ -193,13 +199,13 @@ impl SharedServer {
     fn serve(&self, stream: TcpStream) {
         let peer = stream.peer_addr().map_or("unknown".into(), |peer| peer.to_string());
         let streams = stream
-            .set_read_timeout(Some(self.silence))
-            .and_then(|()| stream.set_write_timeout(Some(self.silence)))
+            .set_read_timeout(Some(self.silence_timeout))
+            .and_then(|()| stream.set_write_timeout(Some(self.silence_timeout)))
             .and_then(|()| stream.set_nodelay(true))
             .and_then(|()| Ok((stream.try_clone()?, stream.try_clone()?)));
         let Ok((mut reader, writer)) = streams else { return };
         let outbox = Arc::new(Outbox::default());
-        let Ok(writer_thread) = start_writer(outbox.clone(), writer, BEAT) else { return };
+        let Ok(writer_thread) = start_writer(outbox.clone(), writer, HEARTBEAT_INTERVAL) else { return };
         let id = {
             let mut state = lock(&self.state);
             if state.connections.len() >= MAX_CONNECTIONS {
@@ -246,7 +252,7 @@ impl SharedServer {
             };
             let (kind, body) = match read(reader, limit) {
                 Ok(frame) => frame,
-                Err(error) => return reason(error, self.silence),
+                Err(error) => return reason(error, self.silence_timeout),
             };
             match kind {
                 FrameKind::Ping => {}
@@ -300,7 +306,7 @@ impl SharedServer {
                     }
                 }
                 ServerAction::Record(event) => self.record(&mut state, &event),
-                ServerAction::Tell(message) => self.print_event(&message),
+                ServerAction::Print(message) => self.print_event(&message),
             }
         }
     }
@@ -355,12 +361,12 @@ fn read_preamble(reader: &mut impl Read) -> std::result::Result<(), String> {
     })
 }
 
-fn reason(error: ReadError, silence: Duration) -> String {
+fn reason(error: ReadError, silence_timeout: Duration) -> String {
     match error {
-        ReadError::Foreign(why) => format!("{NOT_AN_ISLAND}: {why}"),
+        ReadError::Protocol(why) => format!("{NOT_AN_ISLAND}: {why}"),
         ReadError::Io(error) => match error.kind() {
             std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut => {
-                format!("no sign of life for {} s", silence.as_secs_f64())
+                format!("no sign of life for {} s", silence_timeout.as_secs_f64())
             }
             std::io::ErrorKind::UnexpectedEof => "it was closed".into(),
             _ => error.to_string(),

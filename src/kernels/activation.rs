@@ -136,7 +136,7 @@ fn gated_slopes<E: Element>(
 }
 
 /// Computes y = x * factor in f32.
-pub fn scaled<E: Element>(x: &[E], factor: f64, y: &mut [E]) {
+pub fn scale<E: Element>(x: &[E], factor: f64, y: &mut [E]) {
     let factor = factor as f32;
     map(
         x,
@@ -153,7 +153,7 @@ fn map<E: Element>(x: &[E], y: &mut [E], first: impl Fn(f32) -> f32 + Sync, seco
     assert_eq!(x.len(), y.len(), "the slice lengths of an activation differ");
     for_each_part(x.len().div_ceil(CHUNK), ParallelChunks::new(y, CHUNK), |i, y| {
         let x = &x[i * CHUNK..][..y.len()];
-        vectorized!(f32_access::map_in_steps(x, y, &first, &second));
+        vectorized!(f32_access::map_in_two_passes(x, y, &first, &second));
     });
 }
 

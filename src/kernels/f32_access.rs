@@ -73,7 +73,7 @@ pub(crate) fn map_long<E: Element, const N: usize>(inputs: [&[E]; N], y: &mut [E
 /// Computes `y[i] = second(x[i], first(x[i]))`, for slices of the same length. It uses two loops: the combined
 /// dependency chain of the functions is so long that one loop would keep few elements in flight.
 #[inline(always)]
-pub(crate) fn map_in_steps<E: Element>(
+pub(crate) fn map_in_two_passes<E: Element>(
     x: &[E],
     y: &mut [E],
     first: impl Fn(f32) -> f32,
@@ -83,14 +83,15 @@ pub(crate) fn map_in_steps<E: Element>(
     let ((x, x_rest), (y, y_rest)) = (x.as_chunks::<BLOCK>(), y.as_chunks_mut::<BLOCK>());
     let mut scratch = [[0f32; BLOCK]; 3];
     for (x, y) in x.iter().zip(y) {
-        block_in_steps(x, y, &mut scratch, &first, &second);
+        block_in_two_passes(x, y, &mut scratch, &first, &second);
     }
-    block_in_steps(x_rest, y_rest, &mut scratch, &first, &second);
+    block_in_two_passes(x_rest, y_rest, &mut scratch, &first, &second);
 }
 
-/// Does the same as [`map_in_steps`] for at most one block. In calls with a full block, the compiler knows the length.
+/// Does the same as [`map_in_two_passes`] for at most one block. In calls with a full block, the compiler knows the
+/// length.
 #[inline(always)]
-fn block_in_steps<E: Element>(
+fn block_in_two_passes<E: Element>(
     x: &[E],
     y: &mut [E],
     scratch: &mut [[f32; BLOCK]; 3],

@@ -5,13 +5,13 @@
 use super::parallel::{ParallelChunks, for_each_part};
 
 /// The target of an element that is not written.
-pub const NOWHERE: usize = usize::MAX;
+pub const NO_TARGET: usize = usize::MAX;
 
 /// The targets of the elements of a source.
 #[derive(Debug, Clone)]
 pub struct ScatterIndices {
-    /// For each element of the source, in order, its flat index in the result, or [`NOWHERE`] if it is not written.
-    pub places: Vec<usize>,
+    /// For each element of the source, in order, its flat index in the result, or [`NO_TARGET`] if it is not written.
+    pub flat_indices: Vec<usize>,
 }
 
 /// The number of elements of the result that one task owns.
@@ -26,7 +26,7 @@ impl ScatterIndices {
         let chunk = y.len().div_ceil(tasks).max(1);
         for_each_part(tasks, ParallelChunks::new(y, chunk), |task, y| {
             let start = task * chunk;
-            for (index, place) in self.places.iter().enumerate() {
+            for (index, place) in self.flat_indices.iter().enumerate() {
                 if let Some(offset) = place.checked_sub(start)
                     && let Some(value) = y.get_mut(offset)
                 {
@@ -48,17 +48,17 @@ impl ScatterIndices {
 
     /// Returns, for each element of the source, whether it remains in the result (of `results` elements) after
     /// [`ScatterIndices::set`]: it has a target, and no later element overwrites it.
-    pub fn survives(&self, results: usize) -> Vec<bool> {
+    pub fn surviving(&self, results: usize) -> Vec<bool> {
         let mut overwritten = vec![false; results];
-        let mut survives = vec![false; self.places.len()];
-        for (index, place) in self.places.iter().enumerate().rev() {
-            survives[index] = *place != NOWHERE && !std::mem::replace(&mut overwritten[*place], true);
+        let mut survives = vec![false; self.flat_indices.len()];
+        for (index, place) in self.flat_indices.iter().enumerate().rev() {
+            survives[index] = *place != NO_TARGET && !std::mem::replace(&mut overwritten[*place], true);
         }
         survives
     }
 
     /// Returns the elements of `dy` at the targets of the source's elements, and 0 for elements that are not written.
     pub fn gather(&self, dy: &[f32]) -> Vec<f32> {
-        self.places.iter().map(|place| dy.get(*place).copied().unwrap_or(0.0)).collect()
+        self.flat_indices.iter().map(|place| dy.get(*place).copied().unwrap_or(0.0)).collect()
     }
 }

@@ -42,7 +42,7 @@ impl FragmentSchedule {
     }
 
     /// Returns the largest number of fragments that are in flight during a step: sent, but not yet in effect.
-    pub fn most_in_flight(self) -> usize {
+    pub fn max_in_flight(self) -> usize {
         let sent = (u128::from(self.delay) * u128::from(self.fragments)).div_ceil(u128::from(self.steps));
         usize::try_from(sent).unwrap_or(usize::MAX).min(self.fragments())
     }
@@ -118,7 +118,7 @@ mod tests {
                 }
                 max = max.max(in_flight.len());
             }
-            prop_assert_eq!(max, schedule.most_in_flight());
+            prop_assert_eq!(max, schedule.max_in_flight());
         }
 
         #[test]

@@ -202,7 +202,7 @@ impl RankMesh {
     ///
     /// # Panics
     /// Panics if `to` is not less than the length of the axis.
-    pub fn moved(self, rank: usize, axis: MeshAxis, to: usize) -> usize {
+    pub fn with_coordinate(self, rank: usize, axis: MeshAxis, to: usize) -> usize {
         assert!(
             to < self.len(axis),
             "coordinate {to} is out of range: the length of the {axis} axis is {}",
@@ -303,7 +303,7 @@ mod tests {
                 let coordinates = MeshAxis::ALL.map(|axis| mesh.coordinate(rank, axis));
                 prop_assert!(seen.insert(coordinates));
                 let back = MeshAxis::ALL.into_iter().fold(0, |rank_so_far, axis| {
-                    mesh.moved(rank_so_far, axis, coordinates[axis as usize])
+                    mesh.with_coordinate(rank_so_far, axis, coordinates[axis as usize])
                 });
                 prop_assert_eq!(back, rank);
             }

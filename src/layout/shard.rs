@@ -33,7 +33,7 @@ pub struct ShardCut {
     /// quantized.
     pub block: usize,
     /// The ranks that hold the parameter, if not all ranks hold it.
-    pub expert: Option<ExpertPlace>,
+    pub expert: Option<ExpertPlacement>,
 }
 
 /// The ranks that hold the parameters of an expert: with expert parallelism, those with the expert's position along the
@@ -44,16 +44,16 @@ pub struct ShardCut {
 ///   4 ranks, 2 along the expert axis: ranks 0 1 2 3 have positions 0 1 0 1
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct ExpertPlace {
+pub struct ExpertPlacement {
     /// The position along the expert axis, counted from 0.
     pub position: usize,
     /// The number of ranks along the expert axis.
     pub size: usize,
 }
 
-impl ExpertPlace {
-    /// Returns the place of expert `number` of a layer of `count` experts. Each position has `count / size` consecutive
-    /// experts.
+impl ExpertPlacement {
+    /// Returns the placement of expert `number` of a layer of `count` experts. Each position has `count / size`
+    /// consecutive experts.
     ///
     /// # Panics
     /// Panics if `size` does not divide `count`, or if there is no such expert.
@@ -176,8 +176,8 @@ mod tests {
             expert in 0usize..24,
         ) {
             let (count, world) = (size * each, size * copies);
-            let place = ExpertPlace::of(expert % count, count, size);
-            let cut = ShardCut { numel, block, expert: Some(place) };
+            let placement = ExpertPlacement::of(expert % count, count, size);
+            let cut = ShardCut { numel, block, expert: Some(placement) };
             let mut next = 0;
             for rank in 0..world {
                 let shard = cut.shard(world, rank);
@@ -191,7 +191,8 @@ mod tests {
             }
             prop_assert_eq!(next, numel);
             prop_assert_eq!((0..world).filter(|rank| cut.is_on(*rank)).count(), copies);
-            prop_assert_eq!((0..count).filter(|expert| ExpertPlace::of(*expert, count, size) == place).count(), each);
+            let is_same = |expert: &usize| ExpertPlacement::of(*expert, count, size) == placement;
+            prop_assert_eq!((0..count).filter(is_same).count(), each);
         }
 
         #[test]

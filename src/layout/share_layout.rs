@@ -26,14 +26,14 @@ pub struct SharePosition {
     /// The number of elements of the share, including the padding of the last ranks.
     pub share: usize,
     /// The number of elements that it occupies in its sub-group.
-    pub room: usize,
+    pub reserved_len: usize,
     /// Whether it is the first share whose weights are in a file. It then begins a new sub-group, and the open
     /// sub-groups of all classes end.
-    pub begins: bool,
+    pub is_first_in_file: bool,
     /// Whether it is the last share of its sub-group.
     pub closes: bool,
     /// Whether its weights are in a file, if any weights are.
-    pub spills: bool,
+    pub is_in_file: bool,
 }
 
 impl ShareLayout {
@@ -51,14 +51,14 @@ impl ShareLayout {
         Self { step, weights_in_memory, ..self }
     }
 
-    /// Places a parameter's share, which has `shard` elements if shares are shards, and `whole` elements otherwise. The
+    /// Places a parameter's share, which has `shard` elements if shares are shards, and `full` elements otherwise. The
     /// share's reserved space is a number of complete blocks of `block` elements. Parameters of different classes
     /// (numbers from 0) are in different sub-groups, because they have different states.
-    pub fn push(&mut self, shard: usize, whole: usize, class: usize, block: usize) -> SharePosition {
-        let share = if self.sharded { shard } else { whole };
-        let room = share.next_multiple_of(block).next_multiple_of(self.step);
-        let begins = self.is_first_in_file(room);
-        if begins {
+    pub fn push(&mut self, shard: usize, full: usize, class: usize, block: usize) -> SharePosition {
+        let share = if self.sharded { shard } else { full };
+        let reserved_len = share.next_multiple_of(block).next_multiple_of(self.step);
+        let is_first_in_file = self.is_first_in_file(reserved_len);
+        if is_first_in_file {
             // The weights of a sub-group are either all in memory or all in files.
             self.rules.clear();
         }
@@ -67,13 +67,13 @@ impl ShareLayout {
         }
         // The rule counts shards at every stage, so that sub-groups are the same at every stage.
         let closes = self.rules[class].push(shard);
-        SharePosition { share, room, begins, closes, spills: self.elements_kept.is_none() }
+        SharePosition { share, reserved_len, is_first_in_file, closes, is_in_file: self.elements_kept.is_none() }
     }
 
     /// Returns whether this share is the first that is in a file. The first weights stay in memory.
-    fn is_first_in_file(&mut self, room: usize) -> bool {
+    fn is_first_in_file(&mut self, reserved_len: usize) -> bool {
         let (Some(limit), Some(elements_kept)) = (self.weights_in_memory, self.elements_kept) else { return false };
-        self.elements_kept = elements_kept.checked_add(room).filter(|total| *total <= limit);
+        self.elements_kept = elements_kept.checked_add(reserved_len).filter(|total| *total <= limit);
         self.elements_kept.is_none()
     }
 }
@@ -93,11 +93,12 @@ mod tests {
         let mut layout = ShareLayout::new(true, 100).in_files(8, Some(24));
         let positions: Vec<SharePosition> =
             [20, 21, 10, 300, 2].into_iter().map(|numel: usize| layout.push(numel.div_ceil(2), numel, 0, 1)).collect();
-        let rooms: Vec<_> = positions.iter().map(|l| (l.share, l.room)).collect();
-        assert_eq!(rooms, [(10, 16), (11, 16), (5, 8), (150, 152), (1, 8)]);
+        let lens: Vec<_> = positions.iter().map(|l| (l.share, l.reserved_len)).collect();
+        assert_eq!(lens, [(10, 16), (11, 16), (5, 8), (150, 152), (1, 8)]);
         // 16 elements stay in memory; 32 would be too many. Later shares are in the file too.
-        assert_eq!(positions.iter().map(|l| l.spills).collect::<Vec<_>>(), [false, true, true, true, true]);
-        assert_eq!(positions.iter().map(|l| l.begins).collect::<Vec<_>>(), [false, true, false, false, false]);
+        assert_eq!(positions.iter().map(|l| l.is_in_file).collect::<Vec<_>>(), [false, true, true, true, true]);
+        let first_in_file: Vec<_> = positions.iter().map(|l| l.is_first_in_file).collect();
+        assert_eq!(first_in_file, [false, true, false, false, false]);
         assert_eq!(positions.iter().map(|l| l.closes).collect::<Vec<_>>(), [false, false, false, true, false]);
     }
 
@@ -105,7 +106,9 @@ mod tests {
     fn without_files_every_share_lies_next_to_the_one_before() {
         let mut layout = ShareLayout::new(false, 3);
         let positions = layout.push(3, 10, 0, 1);
-        assert_eq!(positions, SharePosition { share: 10, room: 10, begins: false, closes: true, spills: false });
+        let expected =
+            SharePosition { share: 10, reserved_len: 10, is_first_in_file: false, closes: true, is_in_file: false };
+        assert_eq!(positions, expected);
     }
 
     #[test]
@@ -114,7 +117,8 @@ mod tests {
         let positions: Vec<SharePosition> =
             [(6, 0), (6, 1), (4, 0), (1, 1), (9, 1)].map(|(n, class)| layout.push(n, n, class, 1)).into();
         assert_eq!(positions.iter().map(|l| l.closes).collect::<Vec<_>>(), [false, false, true, false, true]);
-        assert_eq!(positions.iter().map(|l| l.begins).collect::<Vec<_>>(), [false, false, false, true, false]);
+        let first_in_file: Vec<_> = positions.iter().map(|l| l.is_first_in_file).collect();
+        assert_eq!(first_in_file, [false, false, false, true, false]);
     }
 
     #[test]

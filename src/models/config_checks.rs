@@ -26,7 +26,7 @@ pub(super) fn find_preset<'a, P>(presets: &'a [P], name_of: impl Fn(&P) -> &'sta
 }
 
 /// Returns the error for a field with an invalid value.
-pub(super) fn refused(key: &'static str, found: impl Display, allowed: &str) -> Error {
+pub(super) fn invalid_field(key: &'static str, found: impl Display, allowed: &str) -> Error {
     ModelError::Config { key, found: found.to_string(), allowed: allowed.into() }.into()
 }
 
@@ -47,7 +47,7 @@ pub(super) const MAX_BLOCKS: usize = 1 << 14;
 /// Checks that a model has a sensible number of blocks: each of them takes memory even without its parameters.
 pub(super) fn require_blocks(key: &'static str, blocks: usize) -> Result<()> {
     if blocks > MAX_BLOCKS {
-        return Err(refused(key, blocks, &format!("at most {MAX_BLOCKS}")));
+        return Err(invalid_field(key, blocks, &format!("at most {MAX_BLOCKS}")));
     }
     Ok(())
 }
@@ -56,8 +56,8 @@ pub(super) fn require_blocks(key: &'static str, blocks: usize) -> Result<()> {
 pub(super) fn require_sizes(sizes: &[(&'static str, usize)]) -> Result<()> {
     let max_size = u32::MAX as usize;
     match sizes.iter().find(|(_, size)| !(1..=max_size).contains(size)) {
-        Some((key, 0)) => Err(refused(key, 0, "at least 1")),
-        Some((key, size)) => Err(refused(key, size, &format!("at most {max_size}"))),
+        Some((key, 0)) => Err(invalid_field(key, 0, "at least 1")),
+        Some((key, size)) => Err(invalid_field(key, size, &format!("at most {max_size}"))),
         None => Ok(()),
     }
 }
@@ -66,7 +66,7 @@ pub(super) fn require_sizes(sizes: &[(&'static str, usize)]) -> Result<()> {
 pub(super) fn require_parameters(parameters: u128) -> Result<()> {
     if parameters > MAX_PARAMETERS {
         let allowed = format!("at most {MAX_PARAMETERS} elements; use smaller sizes");
-        return Err(refused("the number of parameters", parameters, &allowed));
+        return Err(invalid_field("the number of parameters", parameters, &allowed));
     }
     Ok(())
 }

@@ -5,7 +5,7 @@ use super::{Architecture, BlockConfig, DecoderConfig, LanguageModel, ParameterNa
 use super::{BalanceLossOptions, MixtureConfig};
 use crate::nn::{
     Dropout, Embedding, GradientCheckedRouter, KeyValueCache, Linear, Rotary, Sequences, SyncBalanceLoss, add, columns,
-    normal, refuse, scaled, scaled_in_f32,
+    normal, refuse, scale, scale_in_f32,
 };
 use crate::zero::Unit;
 use crate::zero::unit;
@@ -153,7 +153,7 @@ impl DecoderInputLayers {
     /// position `first`.
     pub(super) fn forward(&self, mut x: Tensor, first: usize, sequences: Option<&Sequences>) -> Result<Tensor> {
         if let Some(factor) = self.embedding_scale {
-            x = scaled(&x, factor)?;
+            x = scale(&x, factor)?;
         }
         if let Some(table) = &self.positions {
             let (batch, time, _) = x.dims3()?;
@@ -195,7 +195,7 @@ impl DecoderOutputLayers {
     /// Returns the input of the output projection. The scale of logits is applied to it.
     pub(super) fn states(&self, x: &Tensor) -> Result<Tensor> {
         let states = self.norm.forward(x)?;
-        self.logit_scale.map_or(Ok(states.clone()), |scale| scaled_in_f32(&states, scale))
+        self.logit_scale.map_or(Ok(states.clone()), |scale| scale_in_f32(&states, scale))
     }
 
     /// Returns the weight of the output projection: its own, or that of the `embedding`.

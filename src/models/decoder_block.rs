@@ -7,7 +7,7 @@ use super::{BlockConfig, BlockMlp, DecoderConfig, NormKind, NormPlacement, Param
 use crate::nn::{
     AttentionOptions, Dropout, KeyValueCache, LayerNorm, LayerNormOptions, LinearEpilogue, Projection,
     ProjectionOptions, RmsNorm, RmsNormOptions, Rotary, Sequences, WeightLayout, add, attention, attention_with_sinks,
-    clamped, columns, fused_attention, joined_columns, normal, scaled_in_f32,
+    clamp, columns, fused_attention, join_columns, normal, scale_in_f32,
 };
 use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder};
@@ -96,7 +96,7 @@ impl DecoderBlock {
             MlpOrMixture::Mixture(mixture) => {
                 let (y, routing) = mixture.forward(&h)?;
                 let y = self.add_output(x, y, self.after_mlp.as_ref())?;
-                if with_router_logits { joined_columns(&y, routing.logits()) } else { Ok(y) }
+                if with_router_logits { join_columns(&y, routing.logits()) } else { Ok(y) }
             }
         }
     }
@@ -110,7 +110,8 @@ impl DecoderBlock {
         norm: Option<&BlockNorm>,
     ) -> Result<Tensor> {
         if norm.is_none() && self.drop.is_none() && self.residual_scale.is_none() {
-            return projection.forward_then(h, LinearEpilogue { residual: Some(x), ..LinearEpilogue::default() });
+            return projection
+                .forward_with_epilogue(h, LinearEpilogue { residual: Some(x), ..LinearEpilogue::default() });
         }
         self.add_output(x, projection.forward(h)?, norm)
     }
@@ -121,7 +122,7 @@ impl DecoderBlock {
             y = norm.forward(&y)?;
         }
         if let Some(scale) = self.residual_scale {
-            y = scaled_in_f32(&y, scale)?;
+            y = scale_in_f32(&y, scale)?;
         }
         if let Some(drop) = &self.drop {
             y = drop.forward(&y)?;
@@ -334,7 +335,7 @@ impl BlockAttention {
 
     /// Limits the elements of queries, keys or values if a limit is configured.
     fn clipped(&self, x: Tensor) -> Result<Tensor> {
-        self.clip.map_or(Ok(x.clone()), |limit| clamped(&x, limit))
+        self.clip.map_or(Ok(x.clone()), |limit| clamp(&x, limit))
     }
 
     /// Returns whether attention takes queries, keys and values side by side in one tensor.

@@ -3,7 +3,7 @@
 use super::unpadded_batch::{UnpaddedBatch, rows};
 use super::{Architecture, DecoderConfig, DecoderLayers, SequenceClassifier};
 use crate::error::Result as CrateResult;
-use crate::models::config_checks::{refused, require_sizes};
+use crate::models::config_checks::{invalid_field, require_sizes};
 use crate::nn::{Linear, normal, refuse};
 use candle_core::{Result, Tensor};
 use candle_nn::{Module, VarBuilder};
@@ -35,11 +35,11 @@ impl DecoderClassifierConfig {
         self.decoder.validate()?;
         require_sizes(&[("the number of labels", self.labels.len())])?;
         if let Some(padding) = self.pad_token_id.filter(|padding| *padding as usize >= self.decoder.vocab) {
-            return Err(refused("pad_token_id", padding, &format!("below vocab_size ({})", self.decoder.vocab)));
+            return Err(invalid_field("pad_token_id", padding, &format!("below vocab_size ({})", self.decoder.vocab)));
         }
         if !(self.initializer_range >= 0.0 && self.initializer_range.is_finite()) {
             let allowed = "a finite number of at least 0, such as 0.02";
-            return Err(refused("initializer_range", self.initializer_range, allowed));
+            return Err(invalid_field("initializer_range", self.initializer_range, allowed));
         }
         Ok(())
     }

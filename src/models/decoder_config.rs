@@ -1,7 +1,9 @@
 //! A decoder as one configuration, with the options in which the model families differ.
 
 use super::MixtureConfig;
-use super::config_checks::{MAX_HEAD_DIM, MAX_POSITIONS, refused, require_blocks, require_parameters, require_sizes};
+use super::config_checks::{
+    MAX_HEAD_DIM, MAX_POSITIONS, invalid_field, require_blocks, require_parameters, require_sizes,
+};
 use super::rotary_config::RotaryConfig;
 use crate::Result;
 use crate::nn::{Activation, LoraConfig, RotaryPairs};
@@ -256,7 +258,7 @@ impl DecoderConfig {
         ])?;
         require_blocks("num_hidden_layers", self.blocks.len())?;
         if self.head_dim > MAX_HEAD_DIM {
-            return Err(refused("head_dim", self.head_dim, &format!("at most {MAX_HEAD_DIM}")));
+            return Err(invalid_field("head_dim", self.head_dim, &format!("at most {MAX_HEAD_DIM}")));
         }
         let (heads, kv_heads) = (self.num_attention_heads, self.num_key_value_heads);
         if !heads.is_multiple_of(kv_heads) {
@@ -264,13 +266,13 @@ impl DecoderConfig {
                 "a divisor of num_attention_heads ({heads}), so that each key and value head serves the same number of \
                  query heads"
             );
-            return Err(refused("num_key_value_heads", kv_heads, &allowed));
+            return Err(invalid_field("num_key_value_heads", kv_heads, &allowed));
         }
         require_parameters(self.elements())?;
         self.check_mixture()?;
         match self.learned_positions {
             Some(rows) if rows < self.ctx => {
-                return Err(refused(
+                return Err(invalid_field(
                     "max_position_embeddings",
                     self.ctx,
                     &format!("at most {rows}, the number of learned positions"),
@@ -279,10 +281,14 @@ impl DecoderConfig {
             Some(_) => (),
             None if self.ctx > MAX_POSITIONS => {
                 let allowed = format!("at most {MAX_POSITIONS}: positions are counted in f32");
-                return Err(refused("max_position_embeddings", self.ctx, &allowed));
+                return Err(invalid_field("max_position_embeddings", self.ctx, &allowed));
             }
             None if !self.head_dim.is_multiple_of(2) => {
-                return Err(refused("head_dim", self.head_dim, "even: rotary positions rotate pairs of elements"));
+                return Err(invalid_field(
+                    "head_dim",
+                    self.head_dim,
+                    "even: rotary positions rotate pairs of elements",
+                ));
             }
             None => self.check_rotary()?,
         }
@@ -292,23 +298,23 @@ impl DecoderConfig {
         if self.naming == ParameterNaming::Gpt2 && !(is_plain && biases) {
             let allowed =
                 "a different one for gates, additional norms or projections without bias: GPT-2 has no names for them";
-            return Err(refused("naming", "that of GPT-2", allowed));
+            return Err(invalid_field("naming", "that of GPT-2", allowed));
         }
         if self.gated && !matches!(self.activation, Activation::Silu | Activation::GeluTanh) {
             let found = if self.activation == Activation::Gelu { "gelu" } else { "relu2" };
-            return Err(refused("activation", found, "silu or gelu_pytorch_tanh in an MLP with a gate"));
+            return Err(invalid_field("activation", found, "silu or gelu_pytorch_tanh in an MLP with a gate"));
         }
         if !self.gated && self.naming == ParameterNaming::Glm {
-            return Err(refused("gated", false, "true: GLM has no names for an MLP without a gate"));
+            return Err(invalid_field("gated", false, "true: GLM has no names for an MLP without a gate"));
         }
         if self.gated && self.naming == ParameterNaming::StarCoder2 {
-            return Err(refused("gated", true, "false: StarCoder 2 has no names for an MLP with a gate"));
+            return Err(invalid_field("gated", true, "false: StarCoder 2 has no names for an MLP with a gate"));
         }
         if self.blocks.iter().any(|block| block.window == Some(0)) {
-            return Err(refused("sliding_window", 0, "at least 1"));
+            return Err(invalid_field("sliding_window", 0, "at least 1"));
         }
         if let Some(padding) = self.padding.filter(|padding| *padding as usize >= self.vocab) {
-            return Err(refused("pad_token_id", padding, &format!("below vocab_size ({})", self.vocab)));
+            return Err(invalid_field("pad_token_id", padding, &format!("below vocab_size ({})", self.vocab)));
         }
         let positive = [
             ("norm_eps", Some(self.norm_eps)),
@@ -322,11 +328,11 @@ impl DecoderConfig {
         ];
         for (key, value) in positive {
             if let Some(value) = value.filter(|value| !(*value > 0.0 && value.is_finite())) {
-                return Err(refused(key, value, "a positive finite number"));
+                return Err(invalid_field(key, value, "a positive finite number"));
             }
         }
         if !(0.0..1.0).contains(&self.dropout) {
-            return Err(refused("dropout", self.dropout, "at least 0 and below 1"));
+            return Err(invalid_field("dropout", self.dropout, "at least 0 and below 1"));
         }
         self.lora.as_ref().map_or(Ok(()), LoraConfig::validate)
     }
@@ -337,7 +343,7 @@ impl DecoderConfig {
         let Some(mixture) = &self.mixture else {
             return match sparse {
                 0 => Ok(()),
-                _ => Err(refused("mixture", "absent", "present, because there are sparse blocks")),
+                _ => Err(invalid_field("mixture", "absent", "present, because there are sparse blocks")),
             };
         };
         mixture.validate(self.blocks.len())?;
@@ -345,7 +351,7 @@ impl DecoderConfig {
         if self.naming != ParameterNaming::Llama || !is_plain {
             let allowed = "absent: only blocks with Llama's names and an MLP gated with SiLU, without biases, can have \
                            a mixture";
-            return Err(refused("mixture", "present", allowed));
+            return Err(invalid_field("mixture", "present", allowed));
         }
         Ok(())
     }

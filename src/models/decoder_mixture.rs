@@ -106,7 +106,7 @@ fn projections(
 ) -> Result<(ExpertProjection, ExpertProjection, Option<RoutedUnits>)> {
     let (d, width, experts) = (config.hidden_size, mixture.expert_width, mixture.experts);
     let (to_inner, to_output) = (normal(config.initial_std(false)), normal(config.initial_std(true)));
-    let Some(names) = mixture.naming.of_expert() else {
+    let Some(names) = mixture.naming.expert_tensor_names() else {
         let fused = |shape: [usize; 3], name: &str, init: Init| {
             let weight = vb.get_with_hints(&shape[..], name, init)?;
             let bias = vb.get_with_hints((experts, shape[2]), &format!("{name}_bias"), init::ZERO)?;

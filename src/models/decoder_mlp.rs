@@ -43,9 +43,10 @@ impl Mlp {
     /// Returns the input of the down projection.
     pub fn down_input(&self, x: &Tensor) -> Result<Tensor> {
         match &self.input {
-            MlpInput::Plain(up) => {
-                up.forward_then(x, LinearEpilogue { activation: Some(self.activation), ..LinearEpilogue::default() })
-            }
+            MlpInput::Plain(up) => up.forward_with_epilogue(
+                x,
+                LinearEpilogue { activation: Some(self.activation), ..LinearEpilogue::default() },
+            ),
             MlpInput::Gated([gate, up]) => self.gated(&gate.forward(x)?, &up.forward(x)?),
             MlpInput::FusedGated(gate_up, inner) => {
                 let gate_and_up = gate_up.forward(x)?;

@@ -1,7 +1,7 @@
 //! A decoder as layers of a pipeline: the token embedding, the layers before the first block, each block, and the
 //! output with the loss.
 
-use super::config_checks::refused;
+use super::config_checks::invalid_field;
 use super::decoder::{DecoderInputLayers, DecoderOutputLayers, SharedRotaries};
 use super::decoder_block::{BlockContext, DecoderBlock};
 use super::language_model::logits;
@@ -52,7 +52,7 @@ pub fn decoder_pipeline(sizes: &impl IntoDecoderConfig) -> Result<PipelineModule
     if config.mixture.as_ref().is_some_and(|mixture| mixture.balance_coefficient.is_some()) {
         let allowed = "absent in a pipeline, whose stages do not have the routers of all blocks; turn the \
                        load-balancing loss off";
-        return Err(refused("router_aux_loss_coef", "present", allowed));
+        return Err(invalid_field("router_aux_loss_coef", "present", allowed));
     }
     let rotaries = Arc::new(Mutex::new(SharedRotaries::default()));
     let shared = |config: &Arc<DecoderConfig>| config.clone();
@@ -104,7 +104,7 @@ impl PipelineLayer<DecoderBatch> for BlockLayer {
     }
 
     fn infer(&self, x: &Tensor, batch: &DecoderBatch, state: &mut InferenceState) -> candle_core::Result<Tensor> {
-        match state.kept(|| KeyValueCache::new(self.ctx)) {
+        match state.get_or_init(|| KeyValueCache::new(self.ctx)) {
             Some(cache) => {
                 let context = BlockContext { cache: Some(cache), ..BlockContext::default() };
                 self.block.evaluate(|block| block.run(x, context))

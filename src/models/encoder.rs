@@ -153,9 +153,9 @@ impl ClassificationHead {
         let h = match self.activation {
             HeadActivation::Tanh => self.dense.forward(&pooled)?.tanh()?,
             HeadActivation::Relu => self.dense.forward(&pooled)?.relu()?,
-            HeadActivation::OfMlp(activation) => {
+            HeadActivation::Mlp(activation) => {
                 let activation = Some(activation);
-                self.dense.forward_then(&pooled, LinearEpilogue { activation, ..LinearEpilogue::default() })?
+                self.dense.forward_with_epilogue(&pooled, LinearEpilogue { activation, ..LinearEpilogue::default() })?
             }
         };
         let h = self.norm.as_ref().map_or(Ok(h.clone()), |norm| norm.forward(&h))?;

@@ -139,7 +139,7 @@ impl EncoderBlock {
 /// Returns x + dropout(projection(h)).
 fn add_projected(x: &Tensor, projection: &Projection, h: &Tensor, drop: Option<&Dropout>) -> Result<Tensor> {
     match drop {
-        None => projection.forward_then(h, LinearEpilogue { residual: Some(x), ..LinearEpilogue::default() }),
+        None => projection.forward_with_epilogue(h, LinearEpilogue { residual: Some(x), ..LinearEpilogue::default() }),
         Some(drop) => add(x, &drop.forward(&projection.forward(h)?)?),
     }
 }
@@ -227,7 +227,7 @@ impl EncoderMlp {
         let h = match self.gate {
             None => {
                 let activation = Some(self.activation);
-                self.up.forward_then(x, LinearEpilogue { activation, ..LinearEpilogue::default() })?
+                self.up.forward_with_epilogue(x, LinearEpilogue { activation, ..LinearEpilogue::default() })?
             }
             Some(inner) => {
                 let gate_and_up = self.up.forward(x)?;

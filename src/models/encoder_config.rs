@@ -1,6 +1,8 @@
 //! The shape of an encoder that classifies texts.
 
-use super::config_checks::{MAX_HEAD_DIM, MAX_POSITIONS, refused, require_blocks, require_parameters, require_sizes};
+use super::config_checks::{
+    MAX_HEAD_DIM, MAX_POSITIONS, invalid_field, require_blocks, require_parameters, require_sizes,
+};
 use crate::error::Result;
 use crate::nn::{Activation, LoraConfig};
 
@@ -116,7 +118,7 @@ pub enum HeadActivation {
     /// max(x, 0).
     Relu,
     /// An activation that MLPs also use.
-    OfMlp(Activation),
+    Mlp(Activation),
 }
 
 /// The dropout probabilities of an encoder in training.
@@ -225,27 +227,27 @@ impl EncoderConfig {
         require_parameters(self.elements())?;
         if !self.hidden_size.is_multiple_of(self.num_attention_heads) {
             let allowed = format!("a multiple of num_attention_heads ({})", self.num_attention_heads);
-            return Err(refused("hidden_size", self.hidden_size, &allowed));
+            return Err(invalid_field("hidden_size", self.hidden_size, &allowed));
         }
         if self.pad_token_id as usize >= self.vocab_size {
             let allowed = format!("below vocab_size ({})", self.vocab_size);
-            return Err(refused("pad_token_id", self.pad_token_id, &allowed));
+            return Err(invalid_field("pad_token_id", self.pad_token_id, &allowed));
         }
         self.validate_positions(rows)?;
         // Layers store this number in f32, in which 1e-12 is small but not 0.
         if !((self.norm_eps as f32) > 0.0 && self.norm_eps.is_finite()) {
             let key = if self.naming == EncoderNaming::ModernBert { "norm_eps" } else { "layer_norm_eps" };
-            return Err(refused(key, self.norm_eps, "a positive finite number, such as 1e-12"));
+            return Err(invalid_field(key, self.norm_eps, "a positive finite number, such as 1e-12"));
         }
         if !(self.initializer_range >= 0.0 && self.initializer_range.is_finite()) {
             let allowed = "a finite number of at least 0, such as 0.02";
-            return Err(refused("initializer_range", self.initializer_range, allowed));
+            return Err(invalid_field("initializer_range", self.initializer_range, allowed));
         }
         let EncoderDropout { embeddings, attention, intermediate, mlp, pooled, classifier } = self.dropout;
         let hidden = [embeddings, attention, intermediate, mlp];
         for (key, values) in [("hidden_dropout_prob", &hidden[..]), ("classifier_dropout", &[classifier, pooled])] {
             if let Some(p) = values.iter().find(|p| !(0.0..1.0).contains(*p)) {
-                return Err(refused(key, p, "at least 0 and below 1"));
+                return Err(invalid_field(key, p, "at least 0 and below 1"));
             }
         }
         self.lora.as_ref().map_or(Ok(()), LoraConfig::validate)
@@ -262,11 +264,15 @@ impl EncoderConfig {
                     "above pad_token_id + 1 ({}): the rows up to pad_token_id are not used",
                     self.pad_token_id as u64 + 1
                 );
-                return Err(refused(key, rows, &allowed));
+                return Err(invalid_field(key, rows, &allowed));
             }
             EncoderPositions::LearnedAfterPadding(_) => (),
             EncoderPositions::Rotary(_) if rows > MAX_POSITIONS => {
-                return Err(refused(key, rows, &format!("at most {MAX_POSITIONS}: positions are counted in f32")));
+                return Err(invalid_field(
+                    key,
+                    rows,
+                    &format!("at most {MAX_POSITIONS}: positions are counted in f32"),
+                ));
             }
             EncoderPositions::Rotary(_) if !head.is_multiple_of(2) || head > MAX_HEAD_DIM => {
                 let allowed = format!(
@@ -274,15 +280,15 @@ impl EncoderConfig {
                      pairs of elements of a head",
                     self.num_attention_heads
                 );
-                return Err(refused("hidden_size", self.hidden_size, &allowed));
+                return Err(invalid_field("hidden_size", self.hidden_size, &allowed));
             }
             EncoderPositions::Rotary(_) => (),
         }
         if let Some(block) = self.blocks.iter().find(|block| !(block.theta > 0.0 && block.theta.is_finite())) {
-            return Err(refused("rope_theta", block.theta, "a positive finite number"));
+            return Err(invalid_field("rope_theta", block.theta, "a positive finite number"));
         }
         match self.blocks.iter().any(|block| block.window == Some(0)) {
-            true => Err(refused("window", 0, "at least 1")),
+            true => Err(invalid_field("window", 0, "at least 1")),
             false => Ok(()),
         }
     }

@@ -15,7 +15,7 @@ pub struct ExpertPart {
     /// The experts that the tensor belongs to: one, or all.
     pub experts: Range<usize>,
     /// The total number of experts.
-    pub of: usize,
+    pub expert_count: usize,
     /// The range of the parameter's outputs that the tensor contains.
     pub outputs: Range<usize>,
     /// The number of inputs.
@@ -51,7 +51,7 @@ impl DecoderConfig {
             Some(path.trim_end_matches('.').to_owned())
         });
         let [gate_up_adapter, down_adapter] = adapters;
-        let (experts, projection) = match mixture.naming.of_expert() {
+        let (experts, projection) = match mixture.naming.expert_tensor_names() {
             None => (0..mixture.experts, EXPERT_PARAMETERS.iter().position(|candidate| *candidate == rest)? * 2),
             Some(names) => {
                 let (expert, module) = rest.strip_suffix(".weight")?.split_once('.')?;
@@ -67,6 +67,6 @@ impl DecoderConfig {
             1 => (gate_up_adapter, width..2 * width, d),
             _ => (down_adapter, 0..d, width),
         };
-        Some(ExpertPart { adapter, experts, of: mixture.experts, outputs, inputs, layout })
+        Some(ExpertPart { adapter, experts, expert_count: mixture.experts, outputs, inputs, layout })
     }
 }

@@ -1,6 +1,6 @@
 //! The sizes of a GPT-2.
 
-use super::config_checks::{find_preset, refused, require_blocks, require_parameters, require_sizes};
+use super::config_checks::{find_preset, invalid_field, require_blocks, require_parameters, require_sizes};
 use super::{DecoderConfig, IntoDecoderConfig};
 use crate::Result;
 use serde::{Deserialize, Serialize};
@@ -75,13 +75,13 @@ impl GptConfig {
         require_parameters(self.elements())?;
         if !self.n_embd.is_multiple_of(self.n_head) {
             let allowed = format!("a multiple of n_head ({}), so that every head has the same width", self.n_head);
-            return Err(refused("n_embd", self.n_embd, &allowed));
+            return Err(invalid_field("n_embd", self.n_embd, &allowed));
         }
         if !(self.eps > 0.0 && self.eps.is_finite()) {
-            return Err(refused("eps", self.eps, "a positive finite number, such as 1e-5"));
+            return Err(invalid_field("eps", self.eps, "a positive finite number, such as 1e-5"));
         }
         if !(0.0..1.0).contains(&self.dropout) {
-            return Err(refused("dropout", self.dropout, "at least 0 and below 1"));
+            return Err(invalid_field("dropout", self.dropout, "at least 0 and below 1"));
         }
         Ok(())
     }

@@ -5,7 +5,7 @@
 
 use super::config_checks::{MAX_BLOCKS, MAX_POSITIONS};
 use super::hugging_face_mixture::mixture;
-use super::hugging_face_rotary::block_rules;
+use super::hugging_face_rotary::block_configs;
 use super::json_object_reader::{JsonObjectReader, shortened};
 use super::model_families::{HeadDimRule, ModelFamily, WITH_TEXT_PART, known_model_types, text_part_types};
 use super::{BlockConfig, DecoderConfig, NormPlacement, ParameterNaming, RotaryScaling};
@@ -155,7 +155,7 @@ fn decoder(keys: &JsonObjectReader<'_>, family: &ModelFamily) -> Result<DecoderC
         }
     };
     let blocks = blocks(keys, "num_hidden_layers", family.blocks)?;
-    family.refused.iter().try_for_each(|(key, allowed, why)| keys.only(key, *allowed, why))?;
+    family.unsupported_options.iter().try_for_each(|(key, allowed, why)| keys.only(key, *allowed, why))?;
     let ctx = size("max_position_embeddings", family.ctx)?;
     let (is_gemma, is_granite) = (family.is("gemma"), family.is("granite"));
     let cap = |key: &str, default: f64| match keys.is_null(key) || family.is("gemma3") {
@@ -175,7 +175,7 @@ fn decoder(keys: &JsonObjectReader<'_>, family: &ModelFamily) -> Result<DecoderC
     // Multiplications by 1 take time and change nothing.
     let factor = |factor: Option<f64>| factor.filter(|factor| *factor != 1.0);
     let is_parallel = family.is("stablelm") && keys.flag("use_parallel_residual", false)?;
-    let mut block_configs = block_rules(keys, family, blocks, ctx)?;
+    let mut block_configs = block_configs(keys, family, blocks, ctx)?;
     let (mixture, mlps) = mixture(keys, family, blocks)?;
     let activation = activation(keys, family.activation_key, family.activation, family.gated)?;
     if mixture.is_some() && activation != Activation::Silu {
@@ -188,7 +188,7 @@ fn decoder(keys: &JsonObjectReader<'_>, family: &ModelFamily) -> Result<DecoderC
         vocab,
         ctx: longest_input(ctx, &block_configs),
         hidden_size,
-        intermediate_size: size("intermediate_size", family.inner)?,
+        intermediate_size: size("intermediate_size", family.intermediate_size)?,
         num_attention_heads: heads,
         num_key_value_heads: kv_heads,
         head_dim,

@@ -22,7 +22,7 @@ struct BertFamily {
     /// The width of the embeddings, if there is a key for it.
     embedding: Option<usize>,
     hidden: usize,
-    inner: usize,
+    intermediate_size: usize,
     heads: usize,
     padding: u32,
     head_activation: HeadActivation,
@@ -33,7 +33,7 @@ const BERT: BertFamily = BertFamily {
     vocab: 30_522,
     embedding: None,
     hidden: 768,
-    inner: 3072,
+    intermediate_size: 3072,
     heads: 12,
     padding: 0,
     head_activation: HeadActivation::Tanh,
@@ -44,9 +44,9 @@ const ELECTRA: BertFamily = BertFamily {
     naming: EncoderNaming::Electra,
     embedding: Some(128),
     hidden: 256,
-    inner: 1024,
+    intermediate_size: 1024,
     heads: 4,
-    head_activation: HeadActivation::OfMlp(Activation::Gelu),
+    head_activation: HeadActivation::Mlp(Activation::Gelu),
     ..BERT
 };
 
@@ -208,7 +208,7 @@ impl EncoderConfigReader<'_> {
                 None => hidden_size,
             },
             hidden_size,
-            intermediate_size: self.size("intermediate_size", family.inner)?,
+            intermediate_size: self.size("intermediate_size", family.intermediate_size)?,
             num_attention_heads: self.size("num_attention_heads", family.heads)?,
             blocks: self.equal_blocks("num_hidden_layers", 12)?,
             positions,
@@ -328,7 +328,7 @@ impl EncoderConfigReader<'_> {
             initializer_range: self.number("initializer_range", 0.02)?,
             head: EncoderHead {
                 pooling,
-                activation: HeadActivation::OfMlp(self.activation("classifier_activation")?),
+                activation: HeadActivation::Mlp(self.activation("classifier_activation")?),
                 norm: true,
                 bias: self.0.flag("classifier_bias", false)?,
             },

@@ -14,7 +14,7 @@ const ORIGINAL: &str = "original_max_position_embeddings";
 const PARTIAL: &str = "partial_rotary_factor";
 
 /// Reads the windows and rotary positions of the blocks of a model with a context of `ctx` positions.
-pub(super) fn block_rules(
+pub(super) fn block_configs(
     keys: &JsonObjectReader<'_>,
     family: &ModelFamily,
     blocks: usize,
@@ -151,7 +151,7 @@ fn rotary(keys: &JsonObjectReader<'_>, family: &ModelFamily, kind: &str, ctx: us
     };
     let partial = keys.positive(PARTIAL)?;
     // In transformers, only the classes of Phi-3 and of models that rotate parts of heads read the key.
-    let rotates_complete = family.partial == 1.0 && !family.is("phi3");
+    let rotates_complete = family.partial_rotary_factor == 1.0 && !family.is("phi3");
     let check_complete = |keys: &JsonObjectReader<'_>| match rotates_complete
         && keys.positive(PARTIAL)?.is_some_and(|part| part != 1.0)
     {
@@ -169,14 +169,14 @@ fn rotary(keys: &JsonObjectReader<'_>, family: &ModelFamily, kind: &str, ctx: us
             return Ok(RotaryConfig {
                 theta: outer_theta.unwrap_or(family.theta),
                 scaling: if is_scaled { scaling.clone() } else { RotaryScaling::None },
-                partial: partial.unwrap_or(family.partial),
+                partial_rotary_factor: partial.unwrap_or(family.partial_rotary_factor),
                 query_growth: *query_growth,
             });
         }
         (None, None) => {
             let theta = outer_theta.unwrap_or(family.theta);
-            let partial = partial.unwrap_or(family.partial);
-            let default = RotaryConfig { theta, partial, ..RotaryConfig::default() };
+            let partial = partial.unwrap_or(family.partial_rotary_factor);
+            let default = RotaryConfig { theta, partial_rotary_factor: partial, ..RotaryConfig::default() };
             return Ok(match family.model_type {
                 "ministral3" if outer_theta.is_none() => ministral3(),
                 "gpt_oss" => RotaryConfig { scaling: gpt_oss(), ..default },
@@ -212,7 +212,7 @@ fn rotary(keys: &JsonObjectReader<'_>, family: &ModelFamily, kind: &str, ctx: us
     Ok(RotaryConfig {
         theta: inner.or(outer_theta).unwrap_or(family.theta),
         scaling,
-        partial: inner_partial.or(partial).unwrap_or(family.partial),
+        partial_rotary_factor: inner_partial.or(partial).unwrap_or(family.partial_rotary_factor),
         query_growth,
     })
 }
@@ -230,7 +230,7 @@ fn ministral3() -> RotaryConfig {
     RotaryConfig {
         theta: 1e6,
         scaling: RotaryScaling::Yarn(YarnScaling { frequencies, attention_factor: 1.0 }),
-        partial: 1.0,
+        partial_rotary_factor: 1.0,
         query_growth: Some(QueryGrowth { beta: 0.1, original: ORIGINAL_POSITIONS }),
     }
 }

@@ -208,12 +208,12 @@ impl<A: Architecture> LanguageModel<A> {
         let text = [session.tokens(), tokens].concat();
         if text.len() > A::ctx(&self.config) {
             let logits = self.last_logits(&text)?;
-            session.saw_without_keeping(text);
+            session.record_uncached(text);
             return Ok(logits);
         }
         let (cached, caches) = session.caches(self.layers.blocks(), A::ctx(&self.config))?;
         let logits = self.logits_after(&text[cached..], |ids| self.layers.states_after(ids, caches))?;
-        session.saw(text);
+        session.record_cached(text);
         Ok(logits)
     }
 

@@ -1,6 +1,8 @@
 //! The sizes of a Llama.
 
-use super::config_checks::{MAX_POSITIONS, find_preset, refused, require_blocks, require_parameters, require_sizes};
+use super::config_checks::{
+    MAX_POSITIONS, find_preset, invalid_field, require_blocks, require_parameters, require_sizes,
+};
 use super::{
     BlockConfig, DecoderConfig, IntoDecoderConfig, NormKind, NormPlacement, ParameterNaming, QueryKeyNorms,
     RotaryConfig,
@@ -111,7 +113,11 @@ impl LlamaConfig {
             ("vocab", self.vocab),
         ])?;
         if self.ctx > MAX_POSITIONS {
-            return Err(refused("ctx", self.ctx, &format!("at most {MAX_POSITIONS}: positions are counted in f32")));
+            return Err(invalid_field(
+                "ctx",
+                self.ctx,
+                &format!("at most {MAX_POSITIONS}: positions are counted in f32"),
+            ));
         }
         let (heads, kv_heads) = (self.num_attention_heads, self.num_key_value_heads);
         if !self.hidden_size.is_multiple_of(2 * heads) {
@@ -119,14 +125,14 @@ impl LlamaConfig {
                 "a multiple of 2 * num_attention_heads ({}), so that every head has the same even width",
                 2 * heads
             );
-            return Err(refused("hidden_size", self.hidden_size, &allowed));
+            return Err(invalid_field("hidden_size", self.hidden_size, &allowed));
         }
         if !heads.is_multiple_of(kv_heads) {
             let allowed = format!(
                 "a divisor of num_attention_heads ({heads}), so that each key and value head serves the same number of \
                  query heads"
             );
-            return Err(refused("num_key_value_heads", kv_heads, &allowed));
+            return Err(invalid_field("num_key_value_heads", kv_heads, &allowed));
         }
         require_blocks("num_hidden_layers", self.num_hidden_layers)?;
         require_parameters(self.elements())?;
@@ -134,7 +140,7 @@ impl LlamaConfig {
             [("rope_theta", self.rope_theta, "10000"), ("rms_norm_eps", self.rms_norm_eps, "1e-5")]
         {
             if !(value > 0.0 && value.is_finite()) {
-                return Err(refused(key, value, &format!("a positive finite number, such as {example}")));
+                return Err(invalid_field(key, value, &format!("a positive finite number, such as {example}")));
             }
         }
         Ok(())

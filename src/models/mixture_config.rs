@@ -1,6 +1,6 @@
 //! The mixture of experts of a decoder's sparse blocks.
 
-use super::config_checks::{MAX_BLOCKS, refused, require_sizes};
+use super::config_checks::{MAX_BLOCKS, invalid_field, require_sizes};
 use crate::Result;
 use crate::nn::{ExpertActivation, RouterOptions};
 
@@ -65,7 +65,7 @@ impl MixtureNaming {
 
     /// Returns the names of an expert's projections to gate and up, and from their product to the output, if each
     /// expert has its own tensors.
-    pub(super) fn of_expert(self) -> Option<[&'static str; 3]> {
+    pub(super) fn expert_tensor_names(self) -> Option<[&'static str; 3]> {
         match self {
             Self::Mixtral => Some(["w1", "w3", "w2"]),
             Self::Qwen => Some(["gate_proj", "up_proj", "down_proj"]),
@@ -85,23 +85,23 @@ impl MixtureConfig {
         ])?;
         if self.experts > MAX_EXPERTS || self.experts * blocks > 64 * MAX_BLOCKS {
             let allowed = format!("at most {MAX_EXPERTS}, and at most {} in all blocks", 64 * MAX_BLOCKS);
-            return Err(refused("num_experts", self.experts, &allowed));
+            return Err(invalid_field("num_experts", self.experts, &allowed));
         }
         if self.router.experts_per_row > self.experts {
             let allowed = format!("at most the number of experts ({})", self.experts);
-            return Err(refused("num_experts_per_tok", self.router.experts_per_row, &allowed));
+            return Err(invalid_field("num_experts_per_tok", self.router.experts_per_row, &allowed));
         }
         if let ExpertActivation::Clamped { alpha, limit } = self.gate {
             let positive = |x: f32| x > 0.0 && x.is_finite();
             for (key, value) in [("swiglu_alpha", alpha), ("swiglu_limit", limit)] {
                 if !positive(value) {
-                    return Err(refused(key, value, "a positive finite number"));
+                    return Err(invalid_field(key, value, "a positive finite number"));
                 }
             }
         }
         match self.balance_coefficient {
             Some(factor) if !(factor >= 0.0 && factor.is_finite()) => {
-                Err(refused("router_aux_loss_coef", factor, "a finite number of at least 0"))
+                Err(invalid_field("router_aux_loss_coef", factor, "a finite number of at least 0"))
             }
             _ => Ok(()),
         }

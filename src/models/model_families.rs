@@ -15,7 +15,7 @@ pub(super) struct ModelFamily {
     pub model_type: &'static str,
     pub vocab: usize,
     pub hidden: usize,
-    pub inner: usize,
+    pub intermediate_size: usize,
     pub blocks: usize,
     pub heads: usize,
     /// The number of key and value heads, or `None` for the number of query heads.
@@ -26,7 +26,7 @@ pub(super) struct ModelFamily {
     pub eps_key: &'static str,
     pub theta: f64,
     /// The fraction of a head that is rotated.
-    pub partial: f64,
+    pub partial_rotary_factor: f64,
     pub pairs: RotaryPairs,
     pub tied: bool,
     pub window: Option<usize>,
@@ -46,7 +46,7 @@ pub(super) struct ModelFamily {
     pub mixture: Option<MixtureFamily>,
     /// The keys of options that this library's blocks do not have, each with the only value that is allowed and the
     /// reason.
-    pub refused: &'static [(&'static str, bool, &'static str)],
+    pub unsupported_options: &'static [(&'static str, bool, &'static str)],
 }
 
 /// The rule for the number of elements in a head.
@@ -105,7 +105,7 @@ const LLAMA: ModelFamily = ModelFamily {
     model_type: "llama",
     vocab: 32_000,
     hidden: 4096,
-    inner: 11_008,
+    intermediate_size: 11_008,
     blocks: 32,
     heads: 32,
     kv_heads: None,
@@ -114,7 +114,7 @@ const LLAMA: ModelFamily = ModelFamily {
     eps: 1e-6,
     eps_key: "rms_norm_eps",
     theta: 1e4,
-    partial: 1.0,
+    partial_rotary_factor: 1.0,
     pairs: RotaryPairs::Halves,
     tied: false,
     window: None,
@@ -131,7 +131,7 @@ const LLAMA: ModelFamily = ModelFamily {
     output_bias: ATTENTION_BIAS,
     mlp_bias: BiasRule::Key("mlp_bias", false),
     mixture: None,
-    refused: &[],
+    unsupported_options: &[],
 };
 
 /// A model whose projections never have biases. Its class in transformers does not read the keys for biases.
@@ -140,7 +140,7 @@ const WITHOUT_BIAS: ModelFamily =
 
 const MISTRAL: ModelFamily = ModelFamily {
     model_type: "mistral",
-    inner: 14_336,
+    intermediate_size: 14_336,
     kv_heads: Some(8),
     ctx: 131_072,
     window: Some(4096),
@@ -151,7 +151,7 @@ const MISTRAL: ModelFamily = ModelFamily {
 const QWEN3: ModelFamily = ModelFamily {
     model_type: "qwen3",
     vocab: 151_936,
-    inner: 22_016,
+    intermediate_size: 22_016,
     kv_heads: Some(32),
     head: HeadDimRule::KeyOr(128),
     ctx: 32_768,
@@ -166,7 +166,7 @@ const GEMMA2: ModelFamily = ModelFamily {
     model_type: "gemma2",
     vocab: 256_000,
     hidden: 2304,
-    inner: 9216,
+    intermediate_size: 9216,
     blocks: 26,
     heads: 8,
     kv_heads: Some(4),
@@ -181,7 +181,7 @@ const GEMMA2: ModelFamily = ModelFamily {
     activation_key: "hidden_activation",
     activation: Activation::GeluTanh,
     mlp_bias: BiasRule::Never,
-    refused: &[("use_bidirectional_attention", false, "a language model does not see later tokens")],
+    unsupported_options: &[("use_bidirectional_attention", false, "a language model does not see later tokens")],
     ..LLAMA
 };
 
@@ -210,13 +210,13 @@ const OLMO2: ModelFamily = ModelFamily {
 const GLM4: ModelFamily = ModelFamily {
     model_type: "glm4",
     vocab: 151_552,
-    inner: 13_696,
+    intermediate_size: 13_696,
     blocks: 40,
     kv_heads: Some(2),
     head: HeadDimRule::KeyOr(128),
     ctx: 131_072,
     eps: 0.000_000_156_25,
-    partial: 0.5,
+    partial_rotary_factor: 0.5,
     pairs: RotaryPairs::Adjacent,
     padding: Some(151_329),
     naming: ParameterNaming::Glm,
@@ -231,7 +231,7 @@ const COHERE: ModelFamily = ModelFamily {
     model_type: "cohere",
     vocab: 256_000,
     hidden: 8192,
-    inner: 22_528,
+    intermediate_size: 22_528,
     blocks: 40,
     heads: 64,
     head: HeadDimRule::OfHiddenSize,
@@ -245,7 +245,7 @@ const COHERE: ModelFamily = ModelFamily {
     norm: NormKind::LayerWithoutBias,
     norms: NormPlacement::Parallel,
     mlp_bias: BiasRule::Never,
-    refused: &[("use_qk_norm", false, "layer norms of queries and keys are not supported")],
+    unsupported_options: &[("use_qk_norm", false, "layer norms of queries and keys are not supported")],
     ..LLAMA
 };
 
@@ -263,18 +263,18 @@ const MINISTRAL3: ModelFamily = ModelFamily {
 };
 
 /// Windows are refused for Qwen's mixtures, because versions of transformers differ in which blocks have one.
-const QWEN_MOE_REFUSED: &[(&str, bool, &str)] =
+const QWEN_MOE_UNSUPPORTED_OPTIONS: &[(&str, bool, &str)] =
     &[("use_sliding_window", false, "windows are not supported in this model")];
 
 const QWEN3_MOE: ModelFamily = ModelFamily {
     model_type: "qwen3_moe",
     hidden: 2048,
-    inner: 6144,
+    intermediate_size: 6144,
     blocks: 24,
     kv_heads: Some(4),
     head: HeadDimRule::Key,
     mixture: Some(QWEN3_MIXTURE),
-    refused: QWEN_MOE_REFUSED,
+    unsupported_options: QWEN_MOE_UNSUPPORTED_OPTIONS,
     ..QWEN3
 };
 
@@ -286,7 +286,7 @@ pub(super) const FAMILIES: [ModelFamily; 26] = [
         theta: 1e4,
         window: Some(4096),
         layers: SlidingWindowRule::Pattern { default: 4, keys: &["sliding_window_pattern"] },
-        refused: &[],
+        unsupported_options: &[],
         ..COHERE
     },
     GEMMA2,
@@ -309,7 +309,7 @@ pub(super) const FAMILIES: [ModelFamily; 26] = [
         model_type: "gpt_oss",
         vocab: 201_088,
         hidden: 2880,
-        inner: 2880,
+        intermediate_size: 2880,
         blocks: 36,
         heads: 64,
         kv_heads: Some(8),
@@ -342,12 +342,12 @@ pub(super) const FAMILIES: [ModelFamily; 26] = [
         model_type: "nemotron",
         vocab: 256_000,
         hidden: 6144,
-        inner: 24_576,
+        intermediate_size: 24_576,
         heads: 48,
         ctx: 4096,
         eps: 1e-5,
         eps_key: "norm_eps",
-        partial: 0.5,
+        partial_rotary_factor: 0.5,
         norm: NormKind::LayerPlusOne,
         gated: false,
         activation: Activation::ReluSquared,
@@ -364,7 +364,7 @@ pub(super) const FAMILIES: [ModelFamily; 26] = [
     ModelFamily {
         model_type: "olmoe",
         hidden: 2048,
-        inner: 2048,
+        intermediate_size: 2048,
         blocks: 16,
         heads: 16,
         ctx: 4096,
@@ -376,7 +376,7 @@ pub(super) const FAMILIES: [ModelFamily; 26] = [
         model_type: "phi3",
         vocab: 32_064,
         hidden: 3072,
-        inner: 8192,
+        intermediate_size: 8192,
         ctx: 4096,
         eps: 1e-5,
         layers: SlidingWindowRule::Windowed,
@@ -394,7 +394,7 @@ pub(super) const FAMILIES: [ModelFamily; 26] = [
     },
     ModelFamily {
         model_type: "qwen2_moe",
-        inner: 5632,
+        intermediate_size: 5632,
         heads: 16,
         kv_heads: Some(16),
         query_key_norms: QueryKeyNorms::None,
@@ -424,25 +424,25 @@ pub(super) const FAMILIES: [ModelFamily; 26] = [
         model_type: "stablelm",
         vocab: 50_304,
         hidden: 2560,
-        inner: 6912,
+        intermediate_size: 6912,
         kv_heads: Some(32),
         head: HeadDimRule::OfHiddenSize,
         ctx: 4096,
         eps: 1e-5,
         eps_key: "layer_norm_eps",
-        partial: 0.25,
+        partial_rotary_factor: 0.25,
         norm: NormKind::Layer,
         qkv_bias: BiasRule::Key("use_qkv_bias", false),
         output_bias: BiasRule::Never,
         mlp_bias: BiasRule::Never,
-        refused: &[("qk_layernorm", false, "layer norms of queries and keys are not supported")],
+        unsupported_options: &[("qk_layernorm", false, "layer norms of queries and keys are not supported")],
         ..LLAMA
     },
     ModelFamily {
         model_type: "starcoder2",
         vocab: 49_152,
         hidden: 3072,
-        inner: 12_288,
+        intermediate_size: 12_288,
         blocks: 30,
         heads: 24,
         kv_heads: Some(2),

@@ -1,6 +1,6 @@
 //! The rotary positions of a block.
 
-use super::config_checks::refused;
+use super::config_checks::invalid_field;
 use crate::nn::frequencies::{self, Llama3RopeScaling, YarnRopeScaling};
 use crate::nn::{Rotary, RotaryLayout, RotaryPairs};
 use crate::util::counted;
@@ -15,7 +15,7 @@ pub struct RotaryConfig {
     /// The scaling of the frequencies that follow from the base.
     pub scaling: RotaryScaling,
     /// The fraction of a head's elements that is rotated, beginning with the first element.
-    pub partial: f64,
+    pub partial_rotary_factor: f64,
     /// The growth of queries with their position.
     pub query_growth: Option<QueryGrowth>,
 }
@@ -89,7 +89,7 @@ impl QueryGrowth {
 impl Default for RotaryConfig {
     /// Returns theta 10000 without scaling, for complete heads.
     fn default() -> Self {
-        Self { theta: 1e4, scaling: RotaryScaling::None, partial: 1.0, query_growth: None }
+        Self { theta: 1e4, scaling: RotaryScaling::None, partial_rotary_factor: 1.0, query_growth: None }
     }
 }
 
@@ -124,7 +124,7 @@ impl RotaryConfig {
 
     /// Returns the number of rotated elements in a head of `head` elements.
     pub fn width(&self, head: usize) -> usize {
-        (head as f64 * self.partial) as usize
+        (head as f64 * self.partial_rotary_factor) as usize
     }
 
     /// Returns whether the frequencies depend on the length of the input.
@@ -135,14 +135,17 @@ impl RotaryConfig {
     /// Checks the numbers for heads of `head` elements and inputs of up to `ctx` positions.
     pub(super) fn check(&self, head: usize, ctx: usize) -> crate::Result<()> {
         let width = self.width(head);
-        if !(self.partial > 0.0 && self.partial <= 1.0) || width < 2 || !width.is_multiple_of(2) {
+        if !(self.partial_rotary_factor > 0.0 && self.partial_rotary_factor <= 1.0)
+            || width < 2
+            || !width.is_multiple_of(2)
+        {
             let elements = counted(head, "element");
             let allowed = format!("at most 1, and must rotate an even number, at least 2, of the {elements} in a head");
-            return Err(refused("partial_rotary_factor", self.partial, &allowed));
+            return Err(invalid_field("partial_rotary_factor", self.partial_rotary_factor, &allowed));
         }
         let positive = |key, value: f64| match value > 0.0 && value.is_finite() {
             true => Ok(()),
-            false => Err(refused(key, value, "a positive finite number")),
+            false => Err(invalid_field(key, value, "a positive finite number")),
         };
         positive("attention_factor", self.attention_factor())?;
         if let Some(growth) = self.query_growth {
@@ -154,11 +157,11 @@ impl RotaryConfig {
                 if let Some((key, list)) = lists.into_iter().find(|(_, list)| list.len() != width / 2) {
                     let found = format!("a list of length {}", list.len());
                     let allowed = format!("a list of length {}, the number of rotated pairs in a head", width / 2);
-                    return Err(refused(key, found, &allowed));
+                    return Err(invalid_field(key, found, &allowed));
                 }
             }
             RotaryScaling::Dynamic { .. } if width == 2 => {
-                return Err(refused(
+                return Err(invalid_field(
                     "head_dim",
                     head,
                     "so large that more than 2 elements of each head are rotated, because the rope type is dynamic",

@@ -1,6 +1,6 @@
 //! The states of a model with routers, and a report of the routers' choices.
 
-use crate::nn::{Routing, SyncBalanceLoss, add, scaled_in_f32};
+use crate::nn::{Routing, SyncBalanceLoss, add, scale_in_f32};
 use candle_core::{Result, Tensor};
 
 /// The states of a forward pass, with the choices of the routers.
@@ -48,7 +48,7 @@ impl RouterReport {
     /// A loss that is not an f32 scalar.
     pub fn add_to(&self, loss: &Tensor) -> Result<Tensor> {
         match &self.balance {
-            Some(balance) if self.coefficient != 0.0 => add(loss, &scaled_in_f32(balance, self.coefficient)?),
+            Some(balance) if self.coefficient != 0.0 => add(loss, &scale_in_f32(balance, self.coefficient)?),
             _ => Ok(loss.clone()),
         }
     }

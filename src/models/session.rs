@@ -86,13 +86,13 @@ impl Session {
     }
 
     /// Sets the text to `tokens`, all of which the caches hold.
-    pub(super) fn saw(&mut self, tokens: Vec<u32>) {
+    pub(super) fn record_cached(&mut self, tokens: Vec<u32>) {
         self.cached = tokens.len();
         self.tokens = tokens;
     }
 
     /// Sets the text to `tokens`, none of which are cached.
-    pub(super) fn saw_without_keeping(&mut self, tokens: Vec<u32>) {
+    pub(super) fn record_uncached(&mut self, tokens: Vec<u32>) {
         *self = Self { tokens, reserved: self.reserved, ..Self::default() };
     }
 }

@@ -26,7 +26,7 @@ fn crc32c(bytes: &[u8]) -> u32 {
 
 /// Returns the checksum as TFRecord stores it: rotated and offset, so that a checksum of data that contains checksums
 /// stays reliable.
-pub(super) fn masked(bytes: &[u8]) -> u32 {
+pub(super) fn masked_crc32c(bytes: &[u8]) -> u32 {
     crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8)
 }
 

@@ -35,7 +35,7 @@ impl CsvMonitor {
         let path = self.folder.join(format!("{}.csv", file_stem(tag)));
         let mut write = || {
             if let Ok(metadata) = path.metadata() {
-                files::only_a_file(&metadata)?;
+                files::check_regular_file(&metadata)?;
             }
             let mut file = OpenOptions::new().create(true).append(true).read(true).open(&path)?;
             let header = format!("step,{}\n", quote(tag.rsplit('/').next().unwrap_or(tag)));

@@ -88,7 +88,7 @@ impl MetricsWriter {
         // The new file is written under another name and then renamed, so that the metrics survive if the process is
         // killed.
         let replace = || {
-            let mut new = AtomicFile::beside(path)?;
+            let mut new = AtomicFile::create_for(path)?;
             new.file().write_all(kept_lines.as_bytes())?;
             new.finish()
         };
@@ -132,7 +132,7 @@ fn open_to_append(path: &Path) -> std::io::Result<File> {
     if let Ok(metadata) = path.metadata()
         && !metadata.file_type().is_char_device()
     {
-        files::only_a_file(&metadata)?;
+        files::check_regular_file(&metadata)?;
     }
     let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
     OpenOptions::new().create(true).append(true).read(true).custom_flags(flags).open(path).or_else(|e| {

@@ -44,7 +44,7 @@ impl Monitors {
         {
             all.push(Box::new(monitor));
         }
-        match Prometheus::asked_for()? {
+        match Prometheus::requested_port()? {
             // The port was given to the process, not to one of its engines.
             Some(port) if Prometheus::is_listening() && port != 0 => {
                 emit("another engine of this process serves metrics for Prometheus; this engine's are not included");
@@ -71,7 +71,7 @@ impl Monitors {
     }
 
     /// Notes that a checkpoint was loaded.
-    pub fn loaded(&mut self, folder: &Path, samples: u64) {
+    pub fn note_loaded(&mut self, folder: &Path, samples: u64) {
         match &mut self.run {
             MonitoredRun::Waiting(run) => (run.loaded_from, run.samples) = (Some(folder.to_owned()), samples),
             MonitoredRun::Begun => self.note(&RunMilestone::Loaded { samples }),
@@ -91,7 +91,7 @@ impl Monitors {
     }
 
     /// Notes that a checkpoint is complete.
-    pub fn saved(&mut self, folder: &Path) {
+    pub fn note_saved(&mut self, folder: &Path) {
         if matches!(self.run, MonitoredRun::Begun) {
             self.note(&RunMilestone::Saved { folder });
         }
@@ -169,15 +169,15 @@ mod tests {
         let run = RunDescription { name: "gpt".into(), ..RunDescription::default() };
         monitors.describe(run.clone());
         // A program that only evaluates has no milestones.
-        monitors.saved(Path::new("before"));
+        monitors.note_saved(Path::new("before"));
         monitors.end(RunEnding::Finished);
         assert_eq!(noted.try_iter().count(), 0);
         monitors.describe(run);
-        monitors.loaded(Path::new("ckpt"), 8);
+        monitors.note_loaded(Path::new("ckpt"), 8);
         monitors.write(&[MonitorEvent::new("x", 1.0, 16)]);
         monitors.begin();
-        monitors.saved(Path::new("ckpt"));
-        monitors.loaded(Path::new("ckpt"), 8);
+        monitors.note_saved(Path::new("ckpt"));
+        monitors.note_loaded(Path::new("ckpt"), 8);
         monitors.end(RunEnding::Stopped);
         monitors.write(&[]);
         monitors.end(RunEnding::Finished);

@@ -87,7 +87,7 @@ impl Progress {
 
     /// Shows the progress within the step after step `done`: `part` of `parts` parts. Lines show it only in the first
     /// step of a run, when there is nothing else to show yet, and at most every 10 seconds.
-    pub fn within(&mut self, done: u64, part: usize, parts: usize) {
+    pub fn show_step_progress(&mut self, done: u64, part: usize, parts: usize) {
         match &mut self.display {
             ProgressDisplay::Nothing => {}
             #[cfg(feature = "cli")]

@@ -71,7 +71,7 @@ impl Prometheus {
     ///
     /// # Errors
     /// [`MonitorError::PrometheusVariable`] if the value is not a port.
-    pub(crate) fn asked_for() -> Result<Option<u16>> {
+    pub(crate) fn requested_port() -> Result<Option<u16>> {
         let Some(value) = std::env::var_os(PORT) else { return Ok(None) };
         let value = value.to_string_lossy().into_owned();
         match value.parse() {

@@ -11,7 +11,7 @@
 //! A session log marks the step from which a run continues. TensorBoard then ignores the values of later steps in
 //! earlier files, because these steps are repeated.
 
-use super::crc32c::masked;
+use super::crc32c::masked_crc32c;
 use super::protobuf::ProtobufMessage;
 use super::{Monitor, MonitorEvent, RunMilestone, tensorboard_hparams};
 use crate::util::host_name;
@@ -126,7 +126,7 @@ fn message(event: &MonitorEvent, now: f64) -> Vec<u8> {
 /// Returns a TFRecord that contains a message.
 fn record(message: &[u8]) -> Vec<u8> {
     let length = (message.len() as u64).to_le_bytes();
-    [&length[..], &masked(&length).to_le_bytes(), message, &masked(message).to_le_bytes()].concat()
+    [&length[..], &masked_crc32c(&length).to_le_bytes(), message, &masked_crc32c(message).to_le_bytes()].concat()
 }
 
 #[cfg(test)]

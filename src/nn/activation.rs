@@ -33,7 +33,7 @@ pub fn relu_squared(x: &Tensor) -> Result<Tensor> {
 }
 
 /// Applies the activation `function` to a tensor.
-pub(super) fn activated(function: Activation, x: &Tensor) -> Result<Tensor> {
+pub(super) fn apply_activation(function: Activation, x: &Tensor) -> Result<Tensor> {
     match function {
         Activation::GeluTanh => gelu_tanh(x),
         Activation::Gelu => gelu(x),
@@ -142,24 +142,24 @@ fn gated(
                     Ok(())
                 })
             })?;
-            to_gate.give(Grad::own(dgate))?;
-            to_up.give(Grad::own(dup))
+            to_gate.deliver(Grad::own(dgate))?;
+            to_up.deliver(Grad::own(dup))
         })
     })
 }
 
 /// Multiplies x by a number, which is rounded to x's dtype as PyTorch rounds a one-element tensor. Gemma scales its
 /// embeddings in this way. The product is computed in f32 and rounded once.
-pub fn scaled(x: &Tensor, factor: f64) -> Result<Tensor> {
-    scaled_in_f32(x, round_to(factor, x.dtype()))
+pub fn scale(x: &Tensor, factor: f64) -> Result<Tensor> {
+    scale_in_f32(x, round_to(factor, x.dtype()))
 }
 
 /// Multiplies x by a number as PyTorch multiplies a tensor by a Python number: the factor is in f32 and the product is
 /// rounded once, to x's dtype. Granite scales its residual branches in this way.
-pub fn scaled_in_f32(x: &Tensor, factor: f64) -> Result<Tensor> {
+pub fn scale_in_f32(x: &Tensor, factor: f64) -> Result<Tensor> {
     const NAME: &str = "scaled";
     if !x.device().is_cpu() {
-        return composed::scaled(x, factor);
+        return composed::scale(x, factor);
     }
     let x = x.contiguous()?;
     let inputs = OpInputs::of([Some(&x)])?;
@@ -167,13 +167,13 @@ pub fn scaled_in_f32(x: &Tensor, factor: f64) -> Result<Tensor> {
     with_element!(x.dtype(), NAME, E => {
         let mut y = buffer::<E>(x.elem_count());
         with_elements::<E, _>(&x, NAME, |x| {
-            activation::scaled(x, factor, &mut y);
+            activation::scale(x, factor, &mut y);
             Ok(())
         })?;
         inputs.result(NAME, E::storage(y), shape, move |grad, [to_x]| {
             to_x.make::<E>(grad.len(), |dx| {
                 grad.read::<E, _>(NAME, |dy| {
-                    activation::scaled(dy, factor, dx);
+                    activation::scale(dy, factor, dx);
                     Ok(())
                 })
             })

@@ -10,7 +10,7 @@ use candle_core::{Result, Tensor, bail};
 /// Computes a + b, elementwise, in f32 and rounded once.
 ///
 /// The sum is that of Candle's `+`, but its gradient does not pass through Candle's graph. To add the result of a
-/// linear layer to a residual stream, prefer [`crate::nn::linear_then`], which needs no separate pass.
+/// linear layer to a residual stream, prefer [`crate::nn::linear_with_epilogue`], which needs no separate pass.
 ///
 /// # Errors
 /// Tensors of different shapes.
@@ -37,11 +37,11 @@ pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
         })?;
         inputs.result(NAME, E::storage(y), shape, |grad, [to_a, to_b]| {
             if to_a.is_wanted() && to_b.is_wanted() {
-                to_a.give(grad.copy()?)?;
+                to_a.deliver(grad.copy()?)?;
             } else {
-                return if to_a.is_wanted() { to_a.give(grad) } else { to_b.give(grad) };
+                return if to_a.is_wanted() { to_a.deliver(grad) } else { to_b.deliver(grad) };
             }
-            to_b.give(grad)
+            to_b.deliver(grad)
         })
     })
 }

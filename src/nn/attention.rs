@@ -3,7 +3,7 @@
 use crate::graph::{Grad, OpInputs, SavedResult};
 use crate::kernels::attention::{self, AttentionRule, AttentionShape, MultiHeadRows, MultiHeadRowsMut};
 use crate::kernels::buffer;
-use crate::nn::f32_weight_linear::with_wide;
+use crate::nn::f32_weight_linear::with_f32_values;
 #[cfg(feature = "cuda")]
 use crate::nn::on_gpu;
 use crate::nn::{AttentionOptions, Sequences, composed};
@@ -108,7 +108,7 @@ pub fn attention(
     options: &AttentionOptions,
     sequences: Option<&Sequences>,
 ) -> Result<Tensor> {
-    with_some_sinks(q, k, v, None, (n_head, n_kv_head), options, sequences)
+    attention_with_optional_sinks(q, k, v, None, (n_head, n_kv_head), options, sequences)
 }
 
 /// Computes [`attention()`] with a sink for each query head: a key without a value, which every query sees. `sinks`
@@ -124,11 +124,11 @@ pub fn attention_with_sinks(
     options: &AttentionOptions,
     sequences: Option<&Sequences>,
 ) -> Result<Tensor> {
-    with_some_sinks(q, k, v, Some(sinks), (n_head, n_kv_head), options, sequences)
+    attention_with_optional_sinks(q, k, v, Some(sinks), (n_head, n_kv_head), options, sequences)
 }
 
 /// Computes attention, with sinks if there are any.
-pub(super) fn with_some_sinks(
+pub(super) fn attention_with_optional_sinks(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
@@ -148,7 +148,7 @@ pub(super) fn with_some_sinks(
         return Ok(y);
     }
     if !q.device().is_cpu() {
-        return composed::with_some_sinks([q, k, v], sinks, (n_head, n_kv_head), options, sequences);
+        return composed::attention_with_optional_sinks([q, k, v], sinks, (n_head, n_kv_head), options, sequences);
     }
     let (q, k, v) = (q.contiguous()?, k.contiguous()?, v.contiguous()?);
     let inputs = OpInputs::of([Some(&q), Some(&k), Some(&v), sinks])?;
@@ -182,12 +182,12 @@ pub(super) fn with_some_sinks(
                     let mut sums = vec![0f32; heads.heads];
                     let rule = AttentionRule { sinks: scores.as_deref(), ..rule };
                     attention::sink_gradients(&heads, &rule, results, &mut sums);
-                    with_element!(dtype, NAME, P => to_sinks.give_sums::<P>(&sums))
+                    with_element!(dtype, NAME, P => to_sinks.deliver_sums::<P>(&sums))
                 })
             })?;
-            to_q.give(Grad::own(dq))?;
-            to_k.give(Grad::own(dk))?;
-            to_v.give(Grad::own(dv))
+            to_q.deliver(Grad::own(dq))?;
+            to_k.deliver(Grad::own(dk))?;
+            to_v.deliver(Grad::own(dv))
         })?;
         Ok(saved.save(y))
     })
@@ -210,7 +210,7 @@ pub(super) fn check_sinks(sinks: Option<&Tensor>, n_head: usize) -> Result<()> {
 
 /// Returns the values of a parameter in f32.
 pub(super) fn wide_values(parameter: &Tensor) -> Result<Vec<f32>> {
-    with_wide(&parameter.contiguous()?, |values| Ok(values.to_vec()))
+    with_f32_values(&parameter.contiguous()?, |values| Ok(values.to_vec()))
 }
 
 const NAME: &str = "causal_attention";

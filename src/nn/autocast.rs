@@ -13,12 +13,13 @@ use candle_core::{DType, Result, Tensor};
 use std::sync::Arc;
 
 /// Returns the lower format for a product of these operands, if autocast is enabled and both operands are f32.
-pub(super) fn lower(x: &Tensor, weight: &Tensor) -> Option<DType> {
+pub(super) fn lower_format(x: &Tensor, weight: &Tensor) -> Option<DType> {
     autocast_format().filter(|_| x.dtype() == DType::F32 && weight.dtype() == DType::F32)
 }
 
-/// Computes [`linear_then`](super::linear_then) with the product in `dtype`; the epilogue is computed in f32.
-pub(super) fn linear_then(
+/// Computes [`linear_with_epilogue`](super::linear_with_epilogue) with the product in `dtype`; the epilogue is computed
+/// in f32.
+pub(super) fn linear_with_epilogue(
     x: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
@@ -32,7 +33,7 @@ pub(super) fn linear_then(
         let bias = bias.map(|bias| bias.to_dtype(dtype)).transpose()?;
         composed::linear(&x.to_dtype(dtype)?, &weight.to_dtype(dtype)?, bias.as_ref(), layout)?.to_dtype(DType::F32)?
     };
-    f32_weight_linear::follow(y, epilogue)
+    f32_weight_linear::apply_epilogue(y, epilogue)
 }
 
 const NAME: &str = "linear (autocast)";
@@ -68,10 +69,10 @@ fn linear<L: TensorElement>(
         if to_bias.is_wanted() {
             let mut sums = vec![0f32; s.outputs];
             column_sums(rows, &mut sums);
-            to_bias.give_sums::<f32>(&sums)?;
+            to_bias.deliver_sums::<f32>(&sums)?;
         }
         let saved_x = saved_x.clone();
-        to_weight.now_or_later(&g, size_of_val(&saved_x[..]), move |g, to_weight| {
+        to_weight.deliver_or_defer(&g, size_of_val(&saved_x[..]), move |g, to_weight| {
             to_weight.accumulate::<f32>(s.inputs * s.outputs, |dw, add| {
                 let mut low = buffer::<L>(dw.len());
                 s.weight_gradient(&saved_x, Matrix::new(g, s.rows, s.outputs), &mut low, Epilogue::default());

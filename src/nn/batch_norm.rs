@@ -179,8 +179,8 @@ impl SyncBatchNorm {
                     })?;
                 }
                 let column = |i: usize| sums.iter().map(|sums| sums[i] as f32).collect::<Vec<f32>>();
-                with_element!(formats[0], NAME, P => to_weight.give_sums::<P>(&column(1)))?;
-                with_element!(formats[1], NAME, P => to_bias.give_sums::<P>(&column(0)))
+                with_element!(formats[0], NAME, P => to_weight.deliver_sums::<P>(&column(1)))?;
+                with_element!(formats[1], NAME, P => to_bias.deliver_sums::<P>(&column(0)))
             })
         })
     }
@@ -190,7 +190,7 @@ impl SyncBatchNorm {
     fn merge_over_ranks(&self, count: usize, local: Vec<[f64; 2]>) -> Result<(f64, Vec<[f64; 2]>)> {
         let Some(core) = self.link.core() else { return Ok((count as f64, local)) };
         let values = std::iter::once(count as f64).chain(local.into_iter().flatten()).collect();
-        let ranks = core.numbers_of_all(values)?;
+        let ranks = core.gather_numbers(values)?;
         let total: f64 = ranks.iter().map(|rank| rank[0]).sum();
         let features = ranks[0].len() / 2;
         let merge = |feature: usize| {
@@ -213,7 +213,7 @@ impl SyncBatchNorm {
     /// Returns the sums over all ranks. This is a collective operation in an engine.
     fn sums_over_ranks(&self, local: &[[f64; 2]]) -> Result<Vec<[f64; 2]>> {
         let Some(core) = self.link.core() else { return Ok(local.to_vec()) };
-        let ranks = core.numbers_of_all(local.iter().flatten().copied().collect())?;
+        let ranks = core.gather_numbers(local.iter().flatten().copied().collect())?;
         let sum = |i: usize| ranks.iter().map(|rank| rank[i]).sum::<f64>();
         Ok((0..local.len()).map(|feature| [sum(2 * feature), sum(2 * feature + 1)]).collect())
     }

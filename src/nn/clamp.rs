@@ -16,7 +16,7 @@ const CHUNK: usize = 1 << 14;
 ///
 /// # Errors
 /// A limit that is not above 0.
-pub fn clamped(x: &Tensor, limit: f64) -> Result<Tensor> {
+pub fn clamp(x: &Tensor, limit: f64) -> Result<Tensor> {
     if limit.is_nan() || limit <= 0.0 {
         bail!("{NAME}: the limit is {limit}; it must be above 0")
     }
@@ -65,14 +65,14 @@ mod tests {
     #[test]
     fn elements_are_limited_and_only_those_within_the_limits_have_a_gradient() {
         let x = Var::new(&[-3f32, -2.0, -0.5, 0.0, 1.9, 2.0, 2.1, f32::INFINITY], &Device::Cpu).unwrap();
-        let y = clamped(&x, 2.0).unwrap();
+        let y = clamp(&x, 2.0).unwrap();
         assert_eq!(y.to_vec1::<f32>().unwrap(), [-2.0, -2.0, -0.5, 0.0, 1.9, 2.0, 2.0, 2.0]);
         let weights = Tensor::new(&[1f32, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0], &Device::Cpu).unwrap();
         let grads = (y * weights).unwrap().sum_all().unwrap().backward().unwrap();
         assert_eq!(grads.get(&x).unwrap().to_vec1::<f32>().unwrap(), [0.0, 2.0, 3.0, 4.0, 5.0, 6.0, 0.0, 0.0]);
-        let nan = clamped(&Tensor::new(&[f32::NAN], &Device::Cpu).unwrap(), 1.0).unwrap();
+        let nan = clamp(&Tensor::new(&[f32::NAN], &Device::Cpu).unwrap(), 1.0).unwrap();
         assert!(nan.to_vec1::<f32>().unwrap()[0].is_nan());
-        let error = clamped(&Tensor::new(&[1f32], &Device::Cpu).unwrap(), 0.0).unwrap_err().to_string();
+        let error = clamp(&Tensor::new(&[1f32], &Device::Cpu).unwrap(), 0.0).unwrap_err().to_string();
         let error = crate::error::without_backtrace(&error);
         insta::assert_snapshot!(error, @"clamped: the limit is 0; it must be above 0");
     }

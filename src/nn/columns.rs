@@ -68,7 +68,7 @@ pub fn columns(x: &Tensor, range: Range<usize>) -> Result<Tensor> {
 ///
 /// # Errors
 /// Tensors whose other dimensions or dtypes differ.
-pub(crate) fn joined_columns(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+pub(crate) fn join_columns(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     const NAME: &str = "joined_columns";
     let widths = [a, b].map(|x| x.dims().last().copied().unwrap_or(0));
     let outer = |x: &Tensor| x.dims().split_last().map(|(_, outer)| outer.to_vec());

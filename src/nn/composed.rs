@@ -6,7 +6,7 @@
 mod convolution_and_pooling;
 mod experts;
 
-pub(super) use convolution_and_pooling::{avg_pool2d, max_pool2d, resampled, scatter, scatter_add};
+pub(super) use convolution_and_pooling::{avg_pool2d, max_pool2d, resample, scatter, scatter_add};
 pub use convolution_and_pooling::{conv_transpose1d, conv1d, matmul};
 pub use experts::{
     add_gated, combine_experts, expert_projection, expert_rows, gated_activation, load_balancing_loss, routing_weights,
@@ -42,8 +42,8 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, layout: Weight
     y.reshape(dims)
 }
 
-/// See [`crate::nn::linear_then`].
-pub fn linear_then(
+/// See [`crate::nn::linear_with_epilogue`].
+pub fn linear_with_epilogue(
     x: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
@@ -104,8 +104,8 @@ pub fn silu(x: &Tensor) -> Result<Tensor> {
     (&h / (h.neg()?.exp()? + 1.0)?)?.to_dtype(x.dtype())
 }
 
-/// See [`crate::nn::scaled_in_f32`].
-pub fn scaled(x: &Tensor, factor: f64) -> Result<Tensor> {
+/// See [`crate::nn::scale_in_f32`].
+pub fn scale(x: &Tensor, factor: f64) -> Result<Tensor> {
     (wide(x)? * factor)?.to_dtype(x.dtype())
 }
 
@@ -235,7 +235,7 @@ pub fn attention(
     options: &AttentionOptions,
     sequences: Option<&Sequences>,
 ) -> Result<Tensor> {
-    with_some_sinks([q, k, v], None, (n_head, n_kv_head), options, sequences)
+    attention_with_optional_sinks([q, k, v], None, (n_head, n_kv_head), options, sequences)
 }
 
 /// See [`crate::nn::attention_with_sinks()`]. There may be more keys than queries, as in [`grouped_attention`].
@@ -247,11 +247,11 @@ pub fn attention_with_sinks(
     options: &AttentionOptions,
     sequences: Option<&Sequences>,
 ) -> Result<Tensor> {
-    with_some_sinks(qkv, Some(sinks), (n_head, n_kv_head), options, sequences)
+    attention_with_optional_sinks(qkv, Some(sinks), (n_head, n_kv_head), options, sequences)
 }
 
 /// Computes attention, with sinks if there are any.
-pub(super) fn with_some_sinks(
+pub(super) fn attention_with_optional_sinks(
     [q, k, v]: [&Tensor; 3],
     sinks: Option<&Tensor>,
     (n_head, n_kv_head): (usize, usize),

@@ -1,7 +1,7 @@
 //! Convolution along one axis and its transpose, with the names and settings of candle-nn.
 
 use super::composed;
-use super::in_f32::{give, has_kernels, narrowed, with_f32, with_grad};
+use super::in_f32::{deliver, has_kernels, narrowed, with_f32, with_grad};
 use crate::graph::{OpInputs, SavedTensor};
 use crate::kernels::buffer;
 use crate::kernels::convolution::{ConvolutionSizes, channel_sums};
@@ -261,7 +261,7 @@ fn apply<E: TensorElement>(
     let (elements, weights, saved_x) = (x.elem_count(), weight.elem_count(), SavedTensor::of(&x));
     inputs.result(op, E::storage(narrowed(y)), shape, move |grad, [to_x, to_weight, to_bias]| {
         with_grad::<E, _>(&grad, op, |dy| {
-            give(to_bias, formats[2], op, || channel_sums(dy, channels, length))?;
+            deliver(to_bias, formats[2], op, || channel_sums(dy, channels, length))?;
             if to_weight.is_wanted() {
                 let gradient = with_f32([Some(&saved_x.get()?)], op, |[x]| {
                     let (x, mut dw) = (x.unwrap_or_default(), buffer::<f32>(weights));
@@ -272,7 +272,7 @@ fn apply<E: TensorElement>(
                     }
                     Ok(dw)
                 })?;
-                give(to_weight, formats[1], op, || gradient)?;
+                deliver(to_weight, formats[1], op, || gradient)?;
             }
             if to_x.is_wanted() {
                 let gradient = with_f32([Some(&weight)], op, |[w]| {
@@ -284,7 +284,7 @@ fn apply<E: TensorElement>(
                     }
                     Ok(dx)
                 })?;
-                give(to_x, formats[0], op, || gradient)?;
+                deliver(to_x, formats[0], op, || gradient)?;
             }
             Ok(())
         })

@@ -1,7 +1,7 @@
 //! The cross entropy with target classes, computed from logits or from hidden states and an output projection.
 
 use crate::error::ModelError;
-use crate::graph::{Grad, OpInputs, is_once};
+use crate::graph::{Grad, OpInputs, is_single_backward};
 use crate::kernels::cross_entropy::IGNORED;
 use crate::kernels::gemm::{Epilogue, Matrix};
 use crate::kernels::{self, buffer};
@@ -151,15 +151,15 @@ pub fn linear_cross_entropy_with(
         inputs.result(NAME, loss, (), move |grad, [to_h, to_weight]| {
             let scale = scalar(&grad)? / divisor as f32;
             let mut saved = lock(&grads);
-            let grads = if is_once() { saved.take() } else { saved.clone() };
+            let grads = if is_single_backward() { saved.take() } else { saved.clone() };
             let Some((dh, dweight)) = grads else {
                 bail!("{NAME}: the gradients of this loss have already been taken")
             };
             if to_weight.is_wanted() {
-                to_weight.give(Grad::Own(scaled::<E>(dweight, scale)))?;
+                to_weight.deliver(Grad::Own(scaled::<E>(dweight, scale)))?;
             }
             if to_h.is_wanted() {
-                to_h.give(Grad::Own(non_ignored.expand::<E>(scaled::<E>(dh, scale), width)))?;
+                to_h.deliver(Grad::Own(non_ignored.expand::<E>(scaled::<E>(dh, scale), width)))?;
             }
             Ok(())
         })
@@ -217,10 +217,10 @@ pub fn linear_log_probabilities(
                 Ok(head.run::<E>(&h, weight.unwrap_or_default(), wants, |row| -row_grads[row]).1)
             })?;
             if to_weight.is_wanted() {
-                to_weight.give(Grad::Own(scaled::<E>(dweight, 1.0)))?;
+                to_weight.deliver(Grad::Own(scaled::<E>(dweight, 1.0)))?;
             }
             if to_h.is_wanted() {
-                to_h.give(Grad::Own(head.non_ignored.expand::<E>(scaled::<E>(dh, 1.0), width)))?;
+                to_h.deliver(Grad::Own(head.non_ignored.expand::<E>(scaled::<E>(dh, 1.0), width)))?;
             }
             Ok(())
         })

@@ -92,7 +92,7 @@ fn mean_of_losses(margins: &Tensor, values: &[f32]) -> Result<Tensor> {
     let slopes: Vec<f64> = values.iter().map(|x| -1.0 / (1.0 + f64::from(*x).exp()) / pairs).collect();
     inputs.result(NAME, CpuStorage::F32(vec![mean]), (), move |grad, [to_margins]| {
         let factor = grad.read::<f32, _>(NAME, |grad| Ok(f64::from(grad.first().copied().unwrap_or(0.0))))?;
-        to_margins.give(Grad::own(slopes.iter().map(|slope| (slope * factor) as f32).collect::<Vec<f32>>()))
+        to_margins.deliver(Grad::own(slopes.iter().map(|slope| (slope * factor) as f32).collect::<Vec<f32>>()))
     })
 }
 

@@ -20,7 +20,7 @@ pub enum LoraError {
     },
     /// A key is given twice.
     #[error("LoRA settings \"{settings}\": {key} is given twice; give it once")]
-    Twice {
+    RepeatedKey {
         /// All settings as given.
         settings: String,
         /// The key.

@@ -9,7 +9,7 @@
 //! The backward pass receives the gradient of the result in x's format and widens it. Each operand's gradient is summed
 //! in f32 and converted to that operand's format.
 
-use super::activation::activated;
+use super::activation::apply_activation;
 use super::linear_product::LinearSizes;
 use super::{LinearEpilogue, WeightLayout, add, composed};
 use crate::graph::{OpInputs, SavedTensor};
@@ -26,8 +26,9 @@ pub(super) fn is_wider(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> bo
     matches!(x.dtype(), DType::BF16 | DType::F16) && (is_f32(weight) || bias.is_some_and(is_f32))
 }
 
-/// Computes [`linear_then`](super::linear_then) with the product in f32; the epilogue takes the result in x's format.
-pub(super) fn linear_then(
+/// Computes [`linear_with_epilogue`](super::linear_with_epilogue) with the product in f32; the epilogue takes the
+/// result in x's format.
+pub(super) fn linear_with_epilogue(
     x: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
@@ -41,13 +42,13 @@ pub(super) fn linear_then(
         let bias = bias.map(wide).transpose()?;
         composed::linear(&wide(x)?, &wide(weight)?, bias.as_ref(), layout)?.to_dtype(x.dtype())?
     };
-    follow(y, epilogue)
+    apply_epilogue(y, epilogue)
 }
 
 /// Applies the epilogue to an existing product, in separate passes.
-pub(super) fn follow(y: Tensor, epilogue: LinearEpilogue<'_>) -> Result<Tensor> {
+pub(super) fn apply_epilogue(y: Tensor, epilogue: LinearEpilogue<'_>) -> Result<Tensor> {
     let y = match epilogue.activation {
-        Some(function) => activated(function, &y)?,
+        Some(function) => apply_activation(function, &y)?,
         None => y,
     };
     epilogue.residual.map_or(Ok(y.clone()), |residual| add(residual, &y))
@@ -67,15 +68,15 @@ fn linear<E: TensorElement>(
     let bias = bias.map(Tensor::contiguous).transpose()?;
     let inputs = OpInputs::of([Some(&x), Some(&weight), bias.as_ref()])?;
     let mut y = buffer::<f32>(shape.elem_count());
-    with_wide(&x, |x| {
-        with_wide(&weight, |w| {
+    with_f32_values(&x, |x| {
+        with_f32_values(&weight, |w| {
             let mut product = |bias: Option<&[f32]>| {
                 let epilogue = Epilogue { bias, ..Epilogue::default() };
                 s.product(x, w, &mut y, epilogue);
                 Ok(())
             };
             match &bias {
-                Some(bias) => with_wide(bias, |bias| product(Some(bias))),
+                Some(bias) => with_f32_values(bias, |bias| product(Some(bias))),
                 None => product(None),
             }
         })
@@ -94,13 +95,13 @@ fn linear<E: TensorElement>(
         if let (true, Some(dtype)) = (to_bias.is_wanted(), dtypes.1) {
             let mut sums = vec![0f32; s.outputs];
             column_sums(g, &mut sums);
-            with_element!(dtype, NAME, P => to_bias.give_sums::<P>(&sums))?;
+            with_element!(dtype, NAME, P => to_bias.deliver_sums::<P>(&sums))?;
         }
         let (kept_x, kept_bytes) = (kept_x.clone(), s.rows * s.inputs * size_of::<E>());
-        to_weight.now_or_later(&wide, kept_bytes, move |g, to_weight| {
+        to_weight.deliver_or_defer(&wide, kept_bytes, move |g, to_weight| {
             let product = |dw: &mut [f32], add: bool| {
                 let epilogue = Epilogue { accumulate: add, ..Epilogue::default() };
-                with_wide(&kept_x.get()?, |x| {
+                with_f32_values(&kept_x.get()?, |x| {
                     s.weight_gradient(x, Matrix::new(g, s.rows, s.outputs), dw, epilogue);
                     Ok(())
                 })
@@ -110,22 +111,22 @@ fn linear<E: TensorElement>(
             }
             let mut sums = buffer::<f32>(s.inputs * s.outputs);
             product(&mut sums, false)?;
-            with_element!(dtypes.0, NAME, P => to_weight.give_sums::<P>(&sums))
+            with_element!(dtypes.0, NAME, P => to_weight.deliver_sums::<P>(&sums))
         })?;
         if to_x.is_wanted() {
             let mut sums = buffer::<f32>(s.rows * s.inputs);
-            with_wide(&weight, |w| {
+            with_f32_values(&weight, |w| {
                 s.input_gradient(g, w, &mut sums, Epilogue::default());
                 Ok(())
             })?;
-            to_x.give_sums::<E>(&sums)?;
+            to_x.deliver_sums::<E>(&sums)?;
         }
         Ok(())
     })
 }
 
 /// Calls `look` with a tensor's values in f32, without copying them if they are already f32.
-pub(super) fn with_wide<R>(tensor: &Tensor, look: impl FnOnce(&[f32]) -> Result<R>) -> Result<R> {
+pub(super) fn with_f32_values<R>(tensor: &Tensor, look: impl FnOnce(&[f32]) -> Result<R>) -> Result<R> {
     if tensor.dtype() == DType::F32 {
         return with_elements::<f32, _>(tensor, NAME, look);
     }

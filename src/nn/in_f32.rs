@@ -55,7 +55,7 @@ pub(super) fn with_grad<E: TensorElement, R>(
 }
 
 /// Delivers the gradient of an input of `dtype`, if it is wanted.
-pub(super) fn give(
+pub(super) fn deliver(
     sink: &InputGradSink,
     dtype: DType,
     op: &'static str,
@@ -64,5 +64,5 @@ pub(super) fn give(
     if !sink.is_wanted() {
         return Ok(());
     }
-    with_element!(dtype, op, E => sink.give(Grad::own(narrowed::<E>(gradient()))))
+    with_element!(dtype, op, E => sink.deliver(Grad::own(narrowed::<E>(gradient()))))
 }

@@ -1,10 +1,12 @@
 //! Attention for text continuation, with cached keys and values of the text so far.
 
-use super::attention::{check_sinks, fused_heads, fused_parts, grouped_heads, rows, wide_values, with_some_sinks};
+use super::attention::{
+    attention_with_optional_sinks, check_sinks, fused_heads, fused_parts, grouped_heads, rows, wide_values,
+};
 use super::{AttentionOptions, composed, fused_attention};
 use crate::graph::is_without_gradients;
 use crate::kernels::attention::{
-    AttentionRule, AttentionShape, KvCacheView, MultiHeadRows, capacity_for, forward_cached, keep_keys, keep_values,
+    AttentionRule, AttentionShape, KvCacheView, MultiHeadRows, capacity_for, forward_cached, store_keys, store_values,
 };
 use crate::kernels::buffer;
 use crate::precision::Flat;
@@ -176,7 +178,7 @@ impl KeyValueCache {
         n_kv_head: usize,
         options: &AttentionOptions,
     ) -> Result<Tensor> {
-        self.with_some_sinks([q, k, v], None, (n_head, n_kv_head), options)
+        self.attention_with_optional_sinks([q, k, v], None, (n_head, n_kv_head), options)
     }
 
     /// Computes [`KeyValueCache::attention`] with the scores of sinks, as in
@@ -192,10 +194,10 @@ impl KeyValueCache {
         n_kv_head: usize,
         options: &AttentionOptions,
     ) -> Result<Tensor> {
-        self.with_some_sinks(qkv, Some(sinks), (n_head, n_kv_head), options)
+        self.attention_with_optional_sinks(qkv, Some(sinks), (n_head, n_kv_head), options)
     }
 
-    fn with_some_sinks(
+    fn attention_with_optional_sinks(
         &mut self,
         [q, k, v]: [&Tensor; 3],
         sinks: Option<&Tensor>,
@@ -213,7 +215,7 @@ impl KeyValueCache {
         let scores = sinks.as_ref().map(wide_values).transpose()?;
         let rule = AttentionRule { sinks: scores.as_deref(), ..rule };
         let (q, k, v) = (q.contiguous()?.detach(), k.contiguous()?.detach(), v.contiguous()?.detach());
-        let complete = || with_some_sinks(&q, &k, &v, sinks.as_ref(), (n_head, n_kv_head), options, None);
+        let complete = || attention_with_optional_sinks(&q, &k, &v, sinks.as_ref(), (n_head, n_kv_head), options, None);
         let first = self.is_empty().then(complete).transpose()?;
         let (width, kv_width) = (h.heads * h.head, h.kv_heads * h.head);
         with_element!(q.dtype(), NAME, E => {
@@ -262,22 +264,23 @@ impl KeyValueCache {
         [q, k, v]: [MultiHeadRows<'_, E>; 3],
         first: Option<Tensor>,
     ) -> Result<Tensor> {
-        let before = self.len;
-        let HostCache { keys, values, capacity, .. } = self.reserve_host(CacheSizes::of(h, E::DTYPE), before + h.time);
+        let past_len = self.len;
+        let HostCache { keys, values, capacity, .. } =
+            self.reserve_host(CacheSizes::of(h, E::DTYPE), past_len + h.time);
         let (Some(keys), Some(values)) = (E::of_flat_mut(keys), E::of_flat_mut(values)) else {
             bail!("attention with a cache: its memory is not of dtype {:?}", E::DTYPE)
         };
-        keep_keys(h, k, before, keys);
-        keep_values(h, v, before, values);
+        store_keys(h, k, past_len, keys);
+        store_values(h, v, past_len, values);
         let result = match first {
             Some(result) => result,
             None => {
                 let mut y = buffer::<E>(h.batch * h.time * h.heads * h.head);
-                forward_cached((h, rule), q, KvCacheView { keys, values, capacity: *capacity, before }, &mut y);
+                forward_cached((h, rule), q, KvCacheView { keys, values, capacity: *capacity, past_len }, &mut y);
                 Tensor::from_vec(y, (h.batch, h.time, h.heads * h.head), &Device::Cpu)?
             }
         };
-        self.len = before + h.time;
+        self.len = past_len + h.time;
         Ok(result)
     }
 
@@ -316,7 +319,7 @@ impl KeyValueCache {
         };
         let sinks = sinks.map(Tensor::detach);
         let all = [&q.detach(), &keys, &values];
-        let y = composed::with_some_sinks(all, sinks.as_ref(), (h.heads, h.kv_heads), options, None)?;
+        let y = composed::attention_with_optional_sinks(all, sinks.as_ref(), (h.heads, h.kv_heads), options, None)?;
         self.host = None;
         self.device = Some((CacheSizes::of(h, keys.dtype()), [keys, values]));
         self.len += h.time;
@@ -373,7 +376,7 @@ mod tests {
             let (mut host, mut device) = (KeyValueCache::new(10), KeyValueCache::new(10));
             for (from, time) in [(0, 5), (5, 1), (6, 3)] {
                 let [q, k, v] = [&q, &k, &v].map(|x| x.narrow(1, from, time).unwrap());
-                let (want, got) = (host.with_some_sinks([&q, &k, &v], sinks, (4, 2), &options), {
+                let (want, got) = (host.attention_with_optional_sinks([&q, &k, &v], sinks, (4, 2), &options), {
                     device.on_device(&AttentionShape { time, ..h }, [&q, &k, &v], sinks, &options)
                 });
                 let (want, got) = (want.unwrap(), got.unwrap());

@@ -1,7 +1,7 @@
 //! Linear layers in both orientations of the weight, with an epilogue in the same pass.
 
 use super::{Activation, LinearEpilogue, WeightLayout};
-use crate::graph::{Grad, InputGradSink, OpInputs, SavedTensor, can_remake};
+use crate::graph::{Grad, InputGradSink, OpInputs, SavedTensor, register_recompute};
 use crate::kernels::gemm::{Epilogue, Matrix, MatrixMut, column_sums};
 use crate::kernels::{activation, buffer};
 use crate::nn::linear_product::LinearSizes;
@@ -23,7 +23,7 @@ use std::sync::Arc;
 /// Shapes that do not match, a weight or bias whose dtype is neither that of x nor f32, or a dtype other than f32, bf16
 /// or f16 on the CPU.
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, layout: WeightLayout) -> Result<Tensor> {
-    linear_then(x, weight, bias, layout, LinearEpilogue::default())
+    linear_with_epilogue(x, weight, bias, layout, LinearEpilogue::default())
 }
 
 /// Computes [`linear()`] with an epilogue: residual + activation(x w + bias). The activation's input, x w + bias, is
@@ -32,18 +32,18 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, layout: Weight
 ///
 /// # Errors
 /// The errors of [`linear()`]; a residual whose shape differs from that of the result.
-pub fn linear_then(
+pub fn linear_with_epilogue(
     x: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
     layout: WeightLayout,
     epilogue: LinearEpilogue<'_>,
 ) -> Result<Tensor> {
-    if let Some(dtype) = autocast::lower(x, weight) {
-        return autocast::linear_then(x, weight, bias, layout, epilogue, dtype);
+    if let Some(dtype) = autocast::lower_format(x, weight) {
+        return autocast::linear_with_epilogue(x, weight, bias, layout, epilogue, dtype);
     }
     if f32_weight_linear::is_wider(x, weight, bias) {
-        return f32_weight_linear::linear_then(x, weight, bias, layout, epilogue);
+        return f32_weight_linear::linear_with_epilogue(x, weight, bias, layout, epilogue);
     }
     let sizes = LinearSizes::new(x.shape(), weight.shape(), bias.map(Tensor::shape), layout)?;
     let shape = sizes.result_shape(x.shape());
@@ -53,11 +53,11 @@ pub fn linear_then(
         bail!("linear: the residual has shape {:?}; the result has {:?}", residual.dims(), shape.dims())
     }
     #[cfg(feature = "cuda")]
-    if let Some(y) = on_gpu::linear::linear_then(x, weight, bias, sizes, epilogue)? {
+    if let Some(y) = on_gpu::linear::linear_with_epilogue(x, weight, bias, sizes, epilogue)? {
         return Ok(y);
     }
     if !x.device().is_cpu() {
-        return composed::linear_then(x, weight, bias, layout, epilogue);
+        return composed::linear_with_epilogue(x, weight, bias, layout, epilogue);
     }
     let (x, weight) = (x.contiguous()?, weight.contiguous()?);
     let bias = bias.map(Tensor::contiguous).transpose()?;
@@ -83,11 +83,11 @@ pub fn linear_then(
         })?;
         let saved_activation =
             epilogue.activation.filter(|_| keeps_input).map(|activation| (activation, Arc::new(pre_activation)));
-        let remake = saved_activation.clone().filter(|_| residual.is_none());
+        let recompute = saved_activation.clone().filter(|_| residual.is_none());
         let backward = Arc::new(LinearBackward { x: SavedTensor::of(&x), weight, sizes, saved_activation });
         let y = inputs.result(NAME, E::storage(y), shape.clone(), move |grad, sinks| backward.run(grad, sinks))?;
-        if let Some((activation, pre_activation)) = remake {
-            can_remake(&y, move || {
+        if let Some((activation, pre_activation)) = recompute {
+            register_recompute(&y, move || {
                 let mut values = buffer::<E>(pre_activation.len());
                 activation::forward(activation, &pre_activation, &mut values);
                 Tensor::from_vec(values, &shape, &Device::Cpu)
@@ -111,14 +111,14 @@ impl<E: TensorElement> LinearBackward<E> {
     fn run(self: &Arc<Self>, grad: Grad, [x, residual, weight, bias]: &[InputGradSink; 4]) -> Result<()> {
         let Some((activation, pre_activation)) = &self.saved_activation else {
             grad.read::<E, _>(NAME, |g| self.deliver(g, x, weight, bias))?;
-            return residual.give(grad);
+            return residual.deliver(grad);
         };
         let mut inner = buffer::<E>(grad.len());
         grad.read::<E, _>(NAME, |g| {
             activation::backward(*activation, pre_activation, g, &mut inner);
             Ok(())
         })?;
-        residual.give(grad)?;
+        residual.deliver(grad)?;
         self.deliver(&inner, x, weight, bias)
     }
 
@@ -134,11 +134,11 @@ impl<E: TensorElement> LinearBackward<E> {
         if bias.is_wanted() {
             let mut sums = vec![0f32; s.outputs];
             column_sums(Matrix::new(g, s.rows, s.outputs), &mut sums);
-            bias.give_sums::<E>(&sums)?;
+            bias.deliver_sums::<E>(&sums)?;
         }
         let this = self.clone();
         let kept_bytes = s.rows * s.inputs * size_of::<E>();
-        weight.now_or_later(g, kept_bytes, move |g, weight| this.deliver_weight_gradient(g, weight))?;
+        weight.deliver_or_defer(g, kept_bytes, move |g, weight| this.deliver_weight_gradient(g, weight))?;
         x.accumulate::<E>(s.rows * s.inputs, |dx, add| {
             let epilogue = Epilogue { accumulate: add, ..Epilogue::default() };
             with_elements::<E, _>(&self.weight, NAME, |w| {
@@ -196,15 +196,15 @@ impl Linear {
         &self.weight
     }
 
-    /// Applies the layer with an epilogue in the same pass; see [`linear_then`].
-    pub fn forward_then(&self, x: &Tensor, epilogue: LinearEpilogue<'_>) -> Result<Tensor> {
-        linear_then(x, &self.weight, self.bias.as_ref(), WeightLayout::OutIn, epilogue)
+    /// Applies the layer with an epilogue in the same pass; see [`linear_with_epilogue`].
+    pub fn forward_with_epilogue(&self, x: &Tensor, epilogue: LinearEpilogue<'_>) -> Result<Tensor> {
+        linear_with_epilogue(x, &self.weight, self.bias.as_ref(), WeightLayout::OutIn, epilogue)
     }
 }
 
 impl Module for Linear {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.forward_then(x, LinearEpilogue::default())
+        self.forward_with_epilogue(x, LinearEpilogue::default())
     }
 }
 
@@ -224,14 +224,14 @@ impl Conv1D {
         Ok(Self { weight, bias })
     }
 
-    /// Applies the layer with an epilogue in the same pass; see [`linear_then`].
-    pub fn forward_then(&self, x: &Tensor, epilogue: LinearEpilogue<'_>) -> Result<Tensor> {
-        linear_then(x, &self.weight, Some(&self.bias), WeightLayout::InOut, epilogue)
+    /// Applies the layer with an epilogue in the same pass; see [`linear_with_epilogue`].
+    pub fn forward_with_epilogue(&self, x: &Tensor, epilogue: LinearEpilogue<'_>) -> Result<Tensor> {
+        linear_with_epilogue(x, &self.weight, Some(&self.bias), WeightLayout::InOut, epilogue)
     }
 }
 
 impl Module for Conv1D {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.forward_then(x, LinearEpilogue::default())
+        self.forward_with_epilogue(x, LinearEpilogue::default())
     }
 }

@@ -12,7 +12,7 @@
 //! columns are scaled.
 
 use super::dropout::{DropoutMask, dropout};
-use super::f32_weight_linear::{follow, is_wider, with_wide};
+use super::f32_weight_linear::{apply_epilogue, is_wider, with_f32_values};
 use super::linear_product::LinearSizes;
 use super::low_rank_update::LowRankUpdate;
 use super::{LinearEpilogue, WeightLayout, add, autocast, linear};
@@ -65,9 +65,9 @@ const NAME: &str = "linear (adapter)";
 /// The number of rows that are widened, or to which dropout is applied, at a time.
 const ROWS: usize = 256;
 
-/// Computes [`linear_then`](super::linear_then) with an adapter. The residual is added in the same pass; an activation
-/// takes a separate pass.
-pub(super) fn linear_then(
+/// Computes [`linear_with_epilogue`](super::linear_with_epilogue) with an adapter. The residual is added in the same
+/// pass; an activation takes a separate pass.
+pub(super) fn linear_with_epilogue(
     x: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
@@ -77,9 +77,9 @@ pub(super) fn linear_then(
 ) -> Result<Tensor> {
     let sizes = LinearSizes::new(x.shape(), weight.shape(), bias.map(Tensor::shape), layout)?;
     adapter.check(sizes)?;
-    let is_fused = x.device().is_cpu() && autocast::lower(x, weight).is_none() && !is_wider(x, weight, bias);
+    let is_fused = x.device().is_cpu() && autocast::lower_format(x, weight).is_none() && !is_wider(x, weight, bias);
     if !is_fused {
-        return follow(composed(x, weight, bias, sizes, adapter)?, epilogue);
+        return apply_epilogue(composed(x, weight, bias, sizes, adapter)?, epilogue);
     }
     let residual = epilogue.residual.filter(|_| epilogue.activation.is_none());
     if let Some(residual) = residual
@@ -89,7 +89,7 @@ pub(super) fn linear_then(
         bail!("{NAME}: the residual has shape {:?}; the result has {:?}", residual.dims(), shape.dims())
     }
     let y = with_element!(x.dtype(), NAME, E => fused::<E>(x, weight, bias, sizes, adapter, residual))?;
-    if epilogue.activation.is_some() { follow(y, epilogue) } else { Ok(y) }
+    if epilogue.activation.is_some() { apply_epilogue(y, epilogue) } else { Ok(y) }
 }
 
 impl LoraOperands<'_> {
@@ -198,19 +198,19 @@ impl AdaptedSizes {
     }
 
     /// Computes the gradients of h and, if wanted, B from the gradient of the product, `g`.
-    fn thin_gradients<E: TensorElement>(&self, g: &[E], h: &[f32], b: &[f32], db: Option<&mut [f32]>) -> Vec<f32> {
+    fn low_rank_gradients<E: TensorElement>(&self, g: &[E], h: &[f32], b: &[f32], db: Option<&mut [f32]>) -> Vec<f32> {
         let (LinearSizes { rows, outputs, .. }, rank, scale) = (self.sizes, self.rank, self.scale);
         let mut dh = buffer::<f32>(rows * rank);
         // The gradient of B is computed transposed, with few rows, because g is read fastest that way.
         let mut transposed = buffer::<f32>(if db.is_some() { rank * outputs } else { 0 });
         in_f32(g, rows, outputs, |rows, g| {
-            let (g, thin_range) = (Matrix::new(g, rows.len(), outputs), rows.start * rank..rows.end * rank);
+            let (g, low_rank_range) = (Matrix::new(g, rows.len(), outputs), rows.start * rank..rows.end * rank);
             let epilogue = Epilogue { scale, ..Epilogue::default() };
-            let dh = MatrixMut::new(&mut dh[thin_range.clone()], rows.len(), rank);
+            let dh = MatrixMut::new(&mut dh[low_rank_range.clone()], rows.len(), rank);
             gemm(dh, g, Matrix::new(b, outputs, rank), epilogue);
             if db.is_some() {
                 let epilogue = Epilogue { scale, accumulate: rows.start > 0, ..Epilogue::default() };
-                let h = Matrix::new(&h[thin_range], rows.len(), rank);
+                let h = Matrix::new(&h[low_rank_range], rows.len(), rank);
                 gemm(MatrixMut::new(&mut transposed, rank, outputs), h.t(), g, epilogue);
             }
         });
@@ -293,8 +293,8 @@ fn fused<E: TensorElement>(
     let operands = [Some(&x), residual.as_ref(), Some(&weight), bias.as_ref(), Some(&a), Some(&b), magnitude.as_ref()];
     let inputs = OpInputs::of(operands)?;
     let mut y = buffer::<E>(shape.elem_count());
-    let h = with_wide(&a, |a| with_elements::<E, _>(&x, NAME, |x| Ok(adapted.project_down(x, a))))?;
-    with_wide(&b, |b| {
+    let h = with_f32_values(&a, |a| with_elements::<E, _>(&x, NAME, |x| Ok(adapted.project_down(x, a))))?;
+    with_f32_values(&b, |b| {
         adapted.project_up(&h, b, &mut y);
         Ok(())
     })?;
@@ -307,7 +307,7 @@ fn fused<E: TensorElement>(
             product::<E>(&sizes, &mut y, [&x, &weight], None, None)?;
             let norms = norms::<E>(&weight, &a, &b, &adapted)?;
             let factors: Vec<f32> =
-                with_wide(magnitude, |m| Ok(m.iter().zip(&norms).map(|(m, norm)| m / norm).collect()))?;
+                with_f32_values(magnitude, |m| Ok(m.iter().zip(&norms).map(|(m, norm)| m / norm).collect()))?;
             let product = std::mem::replace(&mut y, buffer::<E>(shape.elem_count()));
             scale_columns(&sizes, &product, &factors, [bias.as_ref(), residual.as_ref()], &mut y)?;
             Some(DoraBackward { norms, factors, product, dtype: magnitude.dtype() })
@@ -346,8 +346,8 @@ fn product<E: TensorElement>(
 /// Returns the norms of the rows of W + s B A.
 fn norms<E: TensorElement>(weight: &Tensor, a: &Tensor, b: &Tensor, adapted: &AdaptedSizes) -> Result<Vec<f32>> {
     let (LinearSizes { inputs, outputs, layout, .. }, scale) = (adapted.sizes, adapted.scale);
-    with_wide(a, |a| {
-        with_wide(b, |b| {
+    with_f32_values(a, |a| {
+        with_f32_values(b, |b| {
             let update = LowRankUpdate { layout, inputs, outputs, a, b, scale };
             with_elements::<E, _>(weight, NAME, |weight| {
                 update.norms(|lines, piece| {
@@ -440,18 +440,18 @@ impl<E: TensorElement> LoraBackward<E> {
             if let (true, Some(dtype)) = (bias.is_wanted(), self.bias) {
                 let mut sums = vec![0f32; sizes.outputs];
                 column_sums(Matrix::new(g, sizes.rows, sizes.outputs), &mut sums);
-                with_element!(dtype, NAME, P => bias.give_sums::<P>(&sums))?;
+                with_element!(dtype, NAME, P => bias.deliver_sums::<P>(&sums))?;
             }
             let Some(dora) = &self.dora else { return self.deliver(g, [x, weight, a, b]) };
             if magnitude.is_wanted() {
                 let sums = dora.magnitude_gradient(g);
-                with_element!(dora.dtype, NAME, P => magnitude.give_sums::<P>(&sums))?;
+                with_element!(dora.dtype, NAME, P => magnitude.deliver_sums::<P>(&sums))?;
             }
             let mut inner = buffer::<E>(g.len());
             scale_columns(&sizes, g, &dora.factors, [None, None], &mut inner)?;
             self.deliver(&inner, [x, weight, a, b])
         })?;
-        residual.give(grad)
+        residual.deliver(grad)
     }
 
     /// Delivers the gradients, given the gradient `g` of the product.
@@ -460,17 +460,17 @@ impl<E: TensorElement> LoraBackward<E> {
         let mut dh = Vec::new();
         if [to_x, to_a, to_b].iter().any(|sink| sink.is_wanted()) {
             let mut db = to_b.is_wanted().then(|| buffer::<f32>(s.outputs * adapted.rank));
-            with_wide(&self.b, |b| {
-                dh = adapted.thin_gradients(g, &self.h, b, db.as_deref_mut());
+            with_f32_values(&self.b, |b| {
+                dh = adapted.low_rank_gradients(g, &self.h, b, db.as_deref_mut());
                 Ok(())
             })?;
             if let Some(db) = db {
-                with_element!(self.b.dtype(), NAME, P => to_b.give_sums::<P>(&db))?;
+                with_element!(self.b.dtype(), NAME, P => to_b.deliver_sums::<P>(&db))?;
             }
         }
         if to_a.is_wanted() {
             let da = with_elements::<E, _>(&self.x.get()?, NAME, |x| Ok(adapted.gradient_of_a(x, &dh)))?;
-            with_element!(self.a.dtype(), NAME, P => to_a.give_sums::<P>(&da))?;
+            with_element!(self.a.dtype(), NAME, P => to_a.deliver_sums::<P>(&da))?;
         }
         let g = Matrix::new(g, s.rows, s.outputs);
         to_weight.accumulate::<E>(s.inputs * s.outputs, |dw, add| {
@@ -481,7 +481,7 @@ impl<E: TensorElement> LoraBackward<E> {
             })
         })?;
         to_x.accumulate::<E>(s.rows * s.inputs, |dx, add| {
-            with_wide(&self.a, |a| {
+            with_f32_values(&self.a, |a| {
                 adapted.gradient_of_x(&dh, a, dx, add);
                 Ok(())
             })?;

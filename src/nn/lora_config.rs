@@ -214,7 +214,7 @@ impl FromStr for LoraConfig {
                 return Err(unknown(settings, key.trim()));
             };
             if seen.contains(key) {
-                return Err(LoraError::Twice { settings: settings.into(), key: (*key).into() }.into());
+                return Err(LoraError::RepeatedKey { settings: settings.into(), key: (*key).into() }.into());
             }
             seen.push(*key);
             let value = || value.filter(|value| !value.is_empty()).ok_or("empty");

@@ -52,13 +52,13 @@ pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
                     let sums = with_elements::<E, _>(&saved[1].get()?, NAME, |right| {
                         Ok(a.gradient(&s.left, [s.m, s.k, s.n], |i| (dy(i), b.matrix(right, s.right[i], [s.k, s.n]).t())))
                     })?;
-                    to_a.give_sums::<E>(&sums)?;
+                    to_a.deliver_sums::<E>(&sums)?;
                 }
                 if to_b.is_wanted() {
                     let sums = with_elements::<E, _>(&saved[0].get()?, NAME, |left| {
                         Ok(b.gradient(&s.right, [s.k, s.n, s.m], |i| (a.matrix(left, s.left[i], [s.m, s.k]).t(), dy(i))))
                     })?;
-                    to_b.give_sums::<E>(&sums)?;
+                    to_b.deliver_sums::<E>(&sums)?;
                 }
                 Ok(())
             })

@@ -52,7 +52,6 @@ mod experts;
 mod f32_weight_linear;
 pub mod frequencies;
 mod in_f32;
-mod kept_inputs;
 mod key_value_cache;
 mod linear;
 mod linear_options;
@@ -70,20 +69,19 @@ mod pooling;
 mod projection;
 mod rotary;
 mod row_positions;
+mod saved_inputs;
 mod scatter;
 mod sequences;
 mod upsampling;
 
-pub use activation::{
-    exact_gelu_gated, gelu, gelu_gated, gelu_tanh, relu_squared, scaled, scaled_in_f32, silu, swiglu,
-};
+pub use activation::{exact_gelu_gated, gelu, gelu_gated, gelu_tanh, relu_squared, scale, scale_in_f32, silu, swiglu};
 pub use add::add;
 pub use attention::{attention, attention_with_sinks, causal_attention, fused_attention, grouped_attention};
 pub use attention_options::AttentionOptions;
 pub use batch_norm::{SyncBatchNorm, sync_batch_norm};
-pub use clamp::clamped;
+pub use clamp::clamp;
 pub use columns::columns;
-pub(crate) use columns::joined_columns;
+pub(crate) use columns::join_columns;
 pub use convolution::{Conv1d, ConvTranspose1d, conv_transpose1d, conv_transpose1d_no_bias, conv1d, conv1d_no_bias};
 pub(crate) use cross_entropy::MAX_LOGITS_BYTES;
 pub use cross_entropy::{
@@ -100,7 +98,7 @@ pub use experts::{
     load_balancing_loss, route,
 };
 pub use key_value_cache::KeyValueCache;
-pub use linear::{Conv1D, Linear, linear, linear_then};
+pub use linear::{Conv1D, Linear, linear, linear_with_epilogue};
 #[doc(inline)]
 pub use linear_options::{Activation, LinearEpilogue, WeightLayout};
 pub use lora::without_adapters;

@@ -1,12 +1,12 @@
 //! Layer normalization (Ba et al. 2016) and root-mean-square normalization (Zhang and Sennrich 2019) over the last
 //! dimension.
 
-use crate::graph::{OpInputs, can_remake};
+use crate::graph::{OpInputs, register_recompute};
 use crate::kernels::element::Element as _;
 use crate::kernels::{buffer, norm};
-use crate::nn::kept_inputs::kept_inputs;
 #[cfg(feature = "cuda")]
 use crate::nn::on_gpu;
+use crate::nn::saved_inputs::saved_inputs;
 use crate::nn::{LayerNormOptions, RmsNormOptions, composed};
 use crate::tensor::element::{TensorElement, with_element, with_elements};
 use candle_core::{DType, Error, Result, Tensor, bail};
@@ -38,7 +38,7 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
             norm::layer_norm::<E>(x, &wide_weight, &wide_bias, eps as f32, &mut y, &mut stats);
             Ok(())
         })?;
-        let saved_inputs = kept_inputs(&inputs, [&x, &weight, &bias])?;
+        let saved_inputs = saved_inputs(&inputs, [&x, &weight, &bias])?;
         let y = inputs.result(LAYER_NORM, E::storage(y), shape, move |grad, [to_x, to_weight, to_bias]| {
             let (mut dweight, mut dbias) = (vec![0f32; width], vec![0f32; width]);
             to_x.accumulate_if_wanted::<E>(grad.len(), |dx| {
@@ -51,11 +51,11 @@ pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps: f64) -> Resul
                     })
                 })
             })?;
-            with_element!(weight.dtype(), LAYER_NORM, P => to_weight.give_sums::<P>(&dweight))?;
-            with_element!(bias.dtype(), LAYER_NORM, P => to_bias.give_sums::<P>(&dbias))
+            with_element!(weight.dtype(), LAYER_NORM, P => to_weight.deliver_sums::<P>(&dweight))?;
+            with_element!(bias.dtype(), LAYER_NORM, P => to_bias.deliver_sums::<P>(&dbias))
         })?;
         if let Some([x, weight, bias]) = saved_inputs {
-            can_remake(&y, move || layer_norm(&x, &weight, &bias, eps));
+            register_recompute(&y, move || layer_norm(&x, &weight, &bias, eps));
         }
         Ok(y)
     })
@@ -96,7 +96,7 @@ pub fn rms_norm_with(x: &Tensor, weight: &Tensor, options: RmsNormOptions) -> Re
             norm::rms_norm::<E>(x, &wide_weight, eps as f32, &mut y, &mut stats);
             Ok(())
         })?;
-        let saved_inputs = kept_inputs(&inputs, [&x, &weight])?;
+        let saved_inputs = saved_inputs(&inputs, [&x, &weight])?;
         let y = inputs.result(RMS_NORM, E::storage(y), shape, move |grad, [to_x, to_weight]| {
             let mut dweight = vec![0f32; width];
             to_x.accumulate_if_wanted::<E>(grad.len(), |dx| {
@@ -108,10 +108,10 @@ pub fn rms_norm_with(x: &Tensor, weight: &Tensor, options: RmsNormOptions) -> Re
                     })
                 })
             })?;
-            with_element!(weight.dtype(), RMS_NORM, P => to_weight.give_sums::<P>(&dweight))
+            with_element!(weight.dtype(), RMS_NORM, P => to_weight.deliver_sums::<P>(&dweight))
         })?;
         if let Some([x, weight]) = saved_inputs {
-            can_remake(&y, move || rms_norm_with(&x, &weight, options));
+            register_recompute(&y, move || rms_norm_with(&x, &weight, options));
         }
         Ok(y)
     })

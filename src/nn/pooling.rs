@@ -1,7 +1,7 @@
 //! Pooling of images: the maximum or the mean of each window.
 
 use super::composed;
-use super::in_f32::{give, has_kernels, narrowed, with_f32, with_grad};
+use super::in_f32::{deliver, has_kernels, narrowed, with_f32, with_grad};
 use crate::graph::OpInputs;
 use crate::kernels::buffer;
 use crate::kernels::pooling::PoolingWindows;
@@ -167,7 +167,7 @@ fn pooled<K: Send + Sync + 'static>(
         let saved = with_f32([Some(&x)], name, |[x]| Ok(forward(x.unwrap_or_default(), &mut y)))?;
         inputs.result(name, E::storage(narrowed(y)), shape, move |grad, [to_x]| {
             with_grad::<E, _>(&grad, name, |dy| {
-                give(to_x, dtype, name, || {
+                deliver(to_x, dtype, name, || {
                     let mut dx = buffer::<f32>(elements);
                     backward(dy, &saved, &mut dx);
                     dx

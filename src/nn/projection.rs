@@ -1,8 +1,8 @@
 //! A linear layer in either orientation of the weight, with or without a low-rank adapter.
 
 use super::lora::{self, LoraOperands};
-use super::{Dropout, LinearEpilogue, LoraConfig, WeightLayout, linear_then, normal};
-use crate::graph::hold_still;
+use super::{Dropout, LinearEpilogue, LoraConfig, WeightLayout, linear_with_epilogue, normal};
+use crate::graph::exclude_from_gradient_check;
 use candle_core::{Result, Tensor};
 use candle_nn::{Init, Module, VarBuilder, init};
 
@@ -60,7 +60,7 @@ impl Projection {
         let adapter = lora.map(|lora| LoraTensors::new(inputs, outputs, lora, &vb)).transpose()?;
         // In the backward pass, DoRA treats the norms of the adapted weight as constants (its paper, section 4.3).
         if let Some(LoraTensors { a, b, magnitude: Some(_), .. }) = &adapter {
-            [&weight, a, b].into_iter().for_each(|tensor| hold_still(tensor, 0..tensor.elem_count()));
+            [&weight, a, b].into_iter().for_each(|tensor| exclude_from_gradient_check(tensor, 0..tensor.elem_count()));
         }
         Ok(Self { weight, bias, layout, adapter })
     }
@@ -75,22 +75,23 @@ impl Projection {
         self.adapter.is_some()
     }
 
-    /// Applies the layer with an epilogue; see [`linear_then`]. With an adapter, an activation takes a separate pass.
-    pub fn forward_then(&self, x: &Tensor, epilogue: LinearEpilogue<'_>) -> Result<Tensor> {
+    /// Applies the layer with an epilogue; see [`linear_with_epilogue`]. With an adapter, an activation takes a
+    /// separate pass.
+    pub fn forward_with_epilogue(&self, x: &Tensor, epilogue: LinearEpilogue<'_>) -> Result<Tensor> {
         let (weight, bias) = (&self.weight, self.bias.as_ref());
         let Some(adapter) = self.adapter.as_ref().filter(|_| !lora::are_off()) else {
-            return linear_then(x, weight, bias, self.layout, epilogue);
+            return linear_with_epilogue(x, weight, bias, self.layout, epilogue);
         };
         let mask = adapter.dropout.as_ref().map(Dropout::draw).transpose()?.flatten();
         let (a, b, magnitude) = (&adapter.a, &adapter.b, adapter.magnitude.as_ref());
         let adapter = LoraOperands { a, b, magnitude, scale: adapter.scale, mask };
-        lora::linear_then(x, weight, bias, self.layout, &adapter, epilogue)
+        lora::linear_with_epilogue(x, weight, bias, self.layout, &adapter, epilogue)
     }
 }
 
 impl Module for Projection {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.forward_then(x, LinearEpilogue::default())
+        self.forward_with_epilogue(x, LinearEpilogue::default())
     }
 }
 

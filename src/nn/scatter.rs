@@ -1,9 +1,9 @@
 //! Writes elements at indexes along one axis, or adds them to the elements there.
 
 use super::composed;
-use super::in_f32::{give, has_kernels, narrowed, with_f32, with_grad};
+use super::in_f32::{deliver, has_kernels, narrowed, with_f32, with_grad};
 use crate::graph::OpInputs;
-use crate::kernels::scatter::{NOWHERE, ScatterIndices};
+use crate::kernels::scatter::{NO_TARGET, ScatterIndices};
 use crate::tensor::element::{TensorElement, with_element};
 use crate::util::counted;
 use candle_core::shape::Dim;
@@ -76,12 +76,12 @@ fn targets<D: Dim>(op: &'static str, [init, indexes, source]: [&Tensor; 3], dim:
     let layout = Layout::contiguous(init.shape());
     let strides = layout.stride();
     let mut coordinates = vec![0; from.len()];
-    let mut places = Vec::with_capacity(indexes.len());
+    let mut flat_indices = Vec::with_capacity(indexes.len());
     for index in indexes {
         let offset: usize =
             coordinates.iter().zip(strides).enumerate().filter(|(axis, _)| *axis != dim).map(|(_, (a, s))| a * s).sum();
-        places.push(match usize::try_from(index) {
-            _ if index == largest => NOWHERE,
+        flat_indices.push(match usize::try_from(index) {
+            _ if index == largest => NO_TARGET,
             Ok(index) if index < to[dim] => offset + index * strides[dim],
             _ => bail!(
                 "{op}: index {index} along dimension {dim} is out of range; a tensor of shape {to:?} has {} there",
@@ -96,7 +96,7 @@ fn targets<D: Dim>(op: &'static str, [init, indexes, source]: [&Tensor; 3], dim:
             coordinates[axis] = 0;
         }
     }
-    Ok(ScatterIndices { places })
+    Ok(ScatterIndices { flat_indices })
 }
 
 fn apply(op: &'static str, init: &Tensor, source: &Tensor, targets: ScatterIndices, adds: bool) -> Result<Tensor> {
@@ -111,18 +111,18 @@ fn apply(op: &'static str, init: &Tensor, source: &Tensor, targets: ScatterIndic
         })?;
         inputs.result(op, E::storage(narrowed(y)), shape, move |grad, [to_init, to_source]| {
             with_grad::<E, _>(&grad, op, |dy| {
-                give(to_source, dtype, op, || {
+                deliver(to_source, dtype, op, || {
                     let mut gradient = targets.gather(dy);
                     if !adds {
-                        let alive = targets.survives(dy.len());
+                        let alive = targets.surviving(dy.len());
                         gradient.iter_mut().zip(alive).filter(|(_, alive)| !alive).for_each(|(value, _)| *value = 0.0);
                     }
                     gradient
                 })?;
-                give(to_init, dtype, op, || {
+                deliver(to_init, dtype, op, || {
                     let mut gradient = dy.to_vec();
                     if !adds {
-                        targets.set(&vec![0.0; targets.places.len()], &mut gradient);
+                        targets.set(&vec![0.0; targets.flat_indices.len()], &mut gradient);
                     }
                     gradient
                 })

@@ -1,7 +1,7 @@
 //! Resizes images and sequences by nearest-neighbour or linear interpolation.
 
 use super::composed;
-use super::in_f32::{give, has_kernels, narrowed, with_f32, with_grad};
+use super::in_f32::{deliver, has_kernels, narrowed, with_f32, with_grad};
 use crate::graph::OpInputs;
 use crate::kernels::buffer;
 use crate::kernels::pooling::{InterpolationGrid, InterpolationPair};
@@ -111,7 +111,7 @@ fn apply(
     resampling: InterpolationGrid,
 ) -> Result<Tensor> {
     if !has_kernels(x) {
-        return composed::resampled(&x.reshape(planes)?, &resampling)?.reshape(shape);
+        return composed::resample(&x.reshape(planes)?, &resampling)?.reshape(shape);
     }
     let x = x.contiguous()?;
     let inputs = OpInputs::of([Some(&x)])?;
@@ -124,7 +124,7 @@ fn apply(
         })?;
         inputs.result(op, E::storage(narrowed(y)), shape, move |grad, [to_x]| {
             with_grad::<E, _>(&grad, op, |dy| {
-                give(to_x, dtype, op, || {
+                deliver(to_x, dtype, op, || {
                     let mut dx = buffer::<f32>(elements);
                     resampling.backward(dy, &mut dx);
                     dx

@@ -236,7 +236,7 @@ pub fn measure(settings: &DiskBenchSettings, progress: &mut dyn FnMut(u64, u64, 
 
     let io = FileIo::start(&settings.aio, access)?;
     let sequential = bench.sequential(&io, &settings.aio, &accesses)?;
-    io.choose(access);
+    io.set_access(access);
     let step = bench.step(&io, access, plain)?;
     drop(io);
     let sweep = bench.sweep(access, &sweep)?;
@@ -272,7 +272,7 @@ impl DiskBenchRun<'_> {
     /// Returns the duration of one pass in seconds, from an empty page cache until everything is on the disk.
     fn time(&mut self, description: &str, pass: impl FnOnce(&BenchFiles) -> Result<()>) -> Result<f64> {
         self.files.sync()?;
-        self.max_cached = match (self.max_cached, self.files.forget()?) {
+        self.max_cached = match (self.max_cached, self.files.evict()?) {
             (Some(earlier), Some(now)) => Some(earlier.max(now)),
             (earlier, now) => earlier.or(now),
         };
@@ -292,7 +292,7 @@ impl DiskBenchRun<'_> {
         let mut buffers: Vec<AlignedBuffer> = (0..in_flight.div_ceil(CHUNK) + 1).map(|_| pattern(CHUNK)).collect();
         // Reserved space must be written once before it can be read from the disk. Writing it before the measurement
         // also makes the measured writes like those of a step, which overwrite data.
-        io.choose(if accesses.contains(&DiskAccess::Direct) { DiskAccess::Direct } else { DiskAccess::Cached });
+        io.set_access(if accesses.contains(&DiskAccess::Direct) { DiskAccess::Direct } else { DiskAccess::Cached });
         self.time("filling the files", |files| files.pass(io, true, &mut buffers))?;
         // Space that was never written is not read from the disk, so the fraction that this pass found in the page
         // cache does not count.
@@ -300,7 +300,7 @@ impl DiskBenchRun<'_> {
         let mut rounds = vec![[Vec::new(), Vec::new()]; accesses.len()];
         for _ in 0..ROUNDS {
             for (access, [write, read]) in accesses.iter().zip(&mut rounds) {
-                io.choose(*access);
+                io.set_access(*access);
                 write.push(self.time(&format!("writing {access}"), |f| f.pass(io, true, &mut buffers))?);
                 read.push(self.time(&format!("reading {access}"), |f| f.pass(io, false, &mut buffers))?);
             }
@@ -330,7 +330,7 @@ impl DiskBenchRun<'_> {
                 seconds.push(self.time(&description, |files| files.step(io, (read, write), &mut adam, 1))?);
             }
         }
-        let mut windows = self.files.windows(WindowSettings::default().at_a_time());
+        let mut windows = self.files.windows(WindowSettings::default().windows_in_memory());
         for _ in 0..ROUNDS {
             updates.push(self.time("the update without file access", |files| {
                 for (i, range) in files.ranges().enumerate() {
@@ -474,8 +474,8 @@ impl BenchFiles {
     }
 
     /// Removes these files from the page cache, and returns the largest fraction of a file that it still holds.
-    fn forget(&self) -> Result<Option<f64>> {
-        let cached: Vec<Option<f64>> = self.arenas().map(FileArena::forget).collect::<Result<_>>()?;
+    fn evict(&self) -> Result<Option<f64>> {
+        let cached: Vec<Option<f64>> = self.arenas().map(FileArena::evict).collect::<Result<_>>()?;
         Ok(cached.into_iter().flatten().reduce(f64::max))
     }
 
@@ -503,17 +503,17 @@ impl BenchFiles {
         let mut bounce = BounceBuffer::default();
         for range in self.ranges() {
             for (buffer, StateStream { extent, .. }) in buffers.iter_mut().zip(&self.streams).filter(|(_, s)| s.reads) {
-                let TransferPiece { arena, at, memory } = extent.piece(range.clone(), 0);
+                let TransferPiece { arena, offset, memory } = extent.piece(range.clone(), 0);
                 for (i, block) in buffer.bytes_mut()[memory].chunks_mut(PLAIN_BLOCK).enumerate() {
-                    let at = at + (i * PLAIN_BLOCK) as u64;
+                    let at = offset + (i * PLAIN_BLOCK) as u64;
                     arena.read(access, at, block, &mut bounce).map_err(|e| arena.error("read", e))?;
                 }
             }
             for (buffer, StateStream { extent, .. }) in buffers.iter_mut().zip(&self.streams).filter(|(_, s)| s.writes)
             {
-                let TransferPiece { arena, at, memory } = extent.piece(range.clone(), 0);
+                let TransferPiece { arena, offset, memory } = extent.piece(range.clone(), 0);
                 for (i, block) in buffer.bytes_mut()[memory].chunks(PLAIN_BLOCK).enumerate() {
-                    let at = at + (i * PLAIN_BLOCK) as u64;
+                    let at = offset + (i * PLAIN_BLOCK) as u64;
                     arena.write(access, at, block, &mut bounce).map_err(|e| arena.error("write", e))?;
                 }
             }

@@ -25,7 +25,7 @@ use std::sync::{Arc, Mutex};
 pub(crate) struct TransferPiece {
     pub arena: Arc<FileArena>,
     /// The offset in the file, a multiple of [`ALIGN`].
-    pub at: u64,
+    pub offset: u64,
     pub memory: Range<usize>,
 }
 
@@ -116,7 +116,7 @@ impl FileArena {
                 _ => self.error("reserve", error),
             });
         }
-        self.folder.got(len);
+        self.folder.count_granted(len);
         reserved.bytes += len;
         self.account(&mut reserved);
         Ok(start)
@@ -238,7 +238,7 @@ impl FileArena {
 
     /// Removes the file from the page cache, except data that is not on the disk yet. Returns the fraction that is
     /// still cached, estimated from samples, if the system reports it.
-    pub fn forget(&self) -> Result<Option<f64>> {
+    pub fn evict(&self) -> Result<Option<f64>> {
         const SAMPLES: u64 = 64;
         let advise = |advice| {
             rustix::fs::fadvise(&self.cached, 0, None, advice).map_err(|errno| self.error("evict", errno.into()))
@@ -334,8 +334,8 @@ impl FileExtent {
     /// `range` must begin at an offset at which file access may begin.
     pub fn piece(&self, range: Range<usize>, in_buffer: usize) -> TransferPiece {
         let size = self.dtype.size_in_bytes();
-        let at = self.start + (range.start * size) as u64;
-        assert!(at.is_multiple_of(ALIGN as u64), "pieces start at page boundaries");
-        TransferPiece { arena: self.arena.clone(), at, memory: in_buffer * size..(in_buffer + range.len()) * size }
+        let offset = self.start + (range.start * size) as u64;
+        assert!(offset.is_multiple_of(ALIGN as u64), "pieces start at page boundaries");
+        TransferPiece { arena: self.arena.clone(), offset, memory: in_buffer * size..(in_buffer + range.len()) * size }
     }
 }

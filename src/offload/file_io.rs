@@ -149,7 +149,7 @@ impl FileIo {
         Ok(io)
     }
 
-    pub fn choose(&self, access: DiskAccess) {
+    pub fn set_access(&self, access: DiskAccess) {
         // The access is set under the lock, so that no thread is between its check of the access and its wait.
         let queue = self.shared.lock();
         self.shared.current_access.set(access);
@@ -209,13 +209,13 @@ impl FileIo {
         let mut state = lock(&batch.state);
         if let Some(buffer) = &mut state.buffer {
             let bytes = buffer.bytes();
-            for TransferPiece { arena, at, memory } in pieces {
+            for TransferPiece { arena, offset, memory } in pieces {
                 for (i, block) in bytes[memory].chunks_mut(self.block_size).enumerate() {
                     queue.requests.push_back(IoRequest {
                         batch: batch.clone(),
                         arena: arena.clone(),
                         direction,
-                        at: at + (i * self.block_size) as u64,
+                        at: offset + (i * self.block_size) as u64,
                         memory: block.as_mut_ptr(),
                         len: block.len(),
                         context: context.clone(),
@@ -433,7 +433,7 @@ mod tests {
             let pieces = || -> Vec<TransferPiece> {
                 let piece = |(at, memory): &(u64, std::ops::Range<usize>)| TransferPiece {
                     arena: arena.clone(),
-                    at: *at,
+                    offset: *at,
                     memory: memory.clone(),
                 };
                 extents.iter().map(piece).collect()
@@ -444,7 +444,7 @@ mod tests {
             } else {
                 prop_assert_eq!(io.write(flat, pieces()).wait().unwrap(), Flat::F32(values.clone()));
             }
-            io.choose(accesses.1);
+            io.set_access(accesses.1);
             let found = io.read(Flat::F32(vec![-1.0; from]), pieces()).wait().unwrap();
             let is_read = |i: usize| extents.iter().any(|(_, memory)| memory.contains(&(i * 4)));
             let expected = values.iter().enumerate().map(|(i, v)| if is_read(i) { *v } else { -1.0 }).collect();
@@ -463,7 +463,7 @@ mod tests {
             // One piece is beyond the end of the file.
             let piece = |i: usize| {
                 let at = if i == bad { 9 } else { i } * ALIGN;
-                TransferPiece { arena: arena.clone(), at: at as u64, memory: i * ALIGN..(i + 1) * ALIGN }
+                TransferPiece { arena: arena.clone(), offset: at as u64, memory: i * ALIGN..(i + 1) * ALIGN }
             };
             let read = || io.read(Flat::F32(vec![1.0; pages * ALIGN / 4]), (0..pages).map(piece).collect()).wait();
             for _ in 0..2 {
@@ -482,7 +482,7 @@ mod tests {
         let arena = arena(path.path(), 64);
         let io = io(ALIGN, 1, DiskAccess::Cached);
         for i in 0..64u64 {
-            let piece = TransferPiece { arena: arena.clone(), at: i * ALIGN as u64, memory: 0..ALIGN };
+            let piece = TransferPiece { arena: arena.clone(), offset: i * ALIGN as u64, memory: 0..ALIGN };
             // The test does not wait for the result.
             drop(io.write_and_drop(Flat::F32(vec![i as f32; ALIGN / 4]), vec![piece]));
         }

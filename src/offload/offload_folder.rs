@@ -30,9 +30,9 @@ pub(crate) struct OffloadFolder {
     /// The lock of the first rank, held as long as this value lives. The engines of a process share the lock.
     _lock: Option<Arc<FolderLock>>,
     /// The bytes that this rank's files have received.
-    got: AtomicU64,
+    granted: AtomicU64,
     /// The bytes that this rank's files have requested.
-    asked: AtomicU64,
+    requested: AtomicU64,
     /// Whether a file's request for space was refused.
     is_full: AtomicBool,
     /// The bytes that were free when the folder was opened.
@@ -59,8 +59,8 @@ struct TmpfsMemory {
 pub(super) struct SpaceDemand {
     pub device: u64,
     pub free: u64,
-    pub asked: u64,
-    pub got: u64,
+    pub requested: u64,
+    pub granted: u64,
     pub is_full: bool,
     /// The bytes of memory that were free, if a file was refused for lack of memory; otherwise 0.
     pub memory: u64,
@@ -92,8 +92,8 @@ impl OffloadFolder {
         let folder = Self {
             path: path.to_owned(),
             _lock: lock,
-            got: 0.into(),
-            asked: 0.into(),
+            granted: 0.into(),
+            requested: 0.into(),
             is_full: false.into(),
             free: free(path),
             device: metadata.dev(),
@@ -134,7 +134,7 @@ impl OffloadFolder {
     /// tmpfs, it may not if the bytes would not fit in memory: the system would grant them, and later kill a process
     /// for lack of memory.
     pub fn ask_for(&self, bytes: u64) -> bool {
-        self.asked.fetch_add(bytes, Ordering::Relaxed);
+        self.requested.fetch_add(bytes, Ordering::Relaxed);
         let Some(TmpfsMemory { free, free_now, is_full }) = &self.memory else { return true };
         // `free` is 0 if the system does not report it.
         let fits = *free == 0 || bytes.saturating_add(free / TMPFS_RESERVE_DIVISOR) <= free_now();
@@ -143,13 +143,13 @@ impl OffloadFolder {
     }
 
     /// Counts bytes that a file has received.
-    pub fn got(&self, bytes: u64) {
-        self.got.fetch_add(bytes, Ordering::Relaxed);
+    pub fn count_granted(&self, bytes: u64) {
+        self.granted.fetch_add(bytes, Ordering::Relaxed);
     }
 
     /// Returns the number of bytes that this rank's files have reserved.
     pub fn reserved(&self) -> u64 {
-        self.got.load(Ordering::Relaxed)
+        self.granted.load(Ordering::Relaxed)
     }
 
     /// Returns the space that this rank's files have requested so far.
@@ -158,8 +158,8 @@ impl OffloadFolder {
         SpaceDemand {
             device: self.device,
             free: self.free,
-            asked: load(&self.asked),
-            got: load(&self.got),
+            requested: load(&self.requested),
+            granted: load(&self.granted),
             is_full: self.is_full.load(Ordering::Relaxed),
             memory: self.memory.as_ref().filter(|m| m.is_full.load(Ordering::Relaxed)).map_or(0, |m| m.free),
         }
@@ -169,19 +169,19 @@ impl OffloadFolder {
     pub fn refused(&self) -> Error {
         self.is_full.store(true, Ordering::Relaxed);
         let demand = self.demand();
-        self.too_small(SpaceDemand { free: demand.got.saturating_add(free(&self.path)), ..demand })
+        self.too_small(SpaceDemand { free: demand.granted.saturating_add(free(&self.path)), ..demand })
     }
 
     /// Returns the error for files that have requested more than they have received.
     pub(super) fn too_small(&self, demand: SpaceDemand) -> Error {
-        let SpaceDemand { free, asked, got, memory, .. } = demand;
+        let SpaceDemand { free, requested, granted, memory, .. } = demand;
         let path = self.path.clone();
         if memory > 0 {
-            return OffloadError::Memory { path, needed: asked, available: memory }.into();
+            return OffloadError::Memory { path, needed: requested, available: memory }.into();
         }
         // With a quota, or if another process takes the free space, less is available than was free.
-        let available = if free < asked { free } else { got };
-        OffloadError::Space { path, needed: asked, available }.into()
+        let available = if free < requested { free } else { granted };
+        OffloadError::Space { path, needed: requested, available }.into()
     }
 
     /// Returns the number of bytes that the file system can give to this rank's files, including those that they
@@ -227,11 +227,11 @@ fn create(path: &Path) -> std::io::Result<()> {
 
 fn lock(path: &Path) -> Result<Arc<FolderLock>> {
     let wrong = |problem: String| Error::from(OffloadError::Folder { path: path.to_owned(), problem });
-    let result = FolderLock::share(path, LOCK_RELEASE_TIMEOUT).map_err(|e| {
+    let result = FolderLock::acquire_for_process(path, LOCK_RELEASE_TIMEOUT).map_err(|e| {
         wrong(format!("its file {LOCK} cannot be locked: {e}; another user may own it, so use your own folder"))
     })?;
     match result {
-        Ok(lock) if lock.holds() => Ok(lock),
+        Ok(lock) if lock.is_effective() => Ok(lock),
         Ok(_) => Err(wrong("its file system does not support locks; use a folder on a local disk".into())),
         Err(owner) => Err(OffloadError::Busy { path: path.to_owned(), owner }.into()),
     }

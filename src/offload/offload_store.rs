@@ -68,11 +68,11 @@ impl OffloadStore {
         };
         let zero = &config.zero;
         let params = match &zero.offload_param {
-            Some(OffloadParam { to: OffloadTo::Nvme { path }, .. }) => Some(folder(path)?),
+            Some(OffloadParam { device: OffloadTo::Nvme { path }, .. }) => Some(folder(path)?),
             _ => None,
         };
         let (optimizer, settings) = match &zero.offload_optimizer {
-            Some(settings @ OffloadOptimizer { to: OffloadTo::Nvme { path }, .. }) => {
+            Some(settings @ OffloadOptimizer { device: OffloadTo::Nvme { path }, .. }) => {
                 (Some(folder(path)?), Some(settings.clone()))
             }
             _ => (None, None),
@@ -101,7 +101,7 @@ impl OffloadStore {
     }
 
     /// Makes states use new files from now on. Each of the current files is deleted when its last extent is dropped.
-    pub fn begin_anew(&self) {
+    pub fn start_new_files(&self) {
         lock(&self.files).clear();
     }
 
@@ -116,7 +116,7 @@ impl OffloadStore {
             DiskAccess::Direct if !direct_is_possible => DiskAccess::Mapped,
             access => access,
         };
-        self.io.choose(access);
+        self.io.set_access(access);
         access
     }
 
@@ -133,22 +133,22 @@ impl OffloadStore {
     /// [`OffloadError::Memory`](crate::error::OffloadError::Memory) for tmpfs, on all ranks that have a folder on the
     /// disk that is too small, with the bytes that all of them need there; a failed collective.
     pub fn check_space(&self, comm: &dyn Communicator) -> Result<()> {
-        let numbers = |d: SpaceDemand| [d.device, d.free, d.asked, d.got, u64::from(d.is_full), d.memory];
+        let numbers = |d: SpaceDemand| [d.device, d.free, d.requested, d.granted, u64::from(d.is_full), d.memory];
         let local: Vec<u64> = self.folders.iter().flat_map(|f| numbers(f.demand())).collect();
         let demand = |n: &[u64; 6]| {
             let is_full = n[4] != 0;
-            SpaceDemand { device: n[0], free: n[1], asked: n[2], got: n[3], is_full, memory: n[5] }
+            SpaceDemand { device: n[0], free: n[1], requested: n[2], granted: n[3], is_full, memory: n[5] }
         };
         let all = gather_u64(comm, &local)?;
         let all: Vec<SpaceDemand> = all.iter().flat_map(|rank| rank.as_chunks().0.iter().map(demand)).collect();
         let Some(full) = all.iter().find(|d| d.is_full) else { return Ok(()) };
         // Folders on one disk share its space.
         let on_full_disk = || all.iter().filter(|d| d.device == full.device);
-        let [asked, got] = [on_full_disk().map(|d| d.asked).sum(), on_full_disk().map(|d| d.got).sum()];
+        let [requested, granted] = [on_full_disk().map(|d| d.requested).sum(), on_full_disk().map(|d| d.granted).sum()];
         let mut folders = self.folders.iter().filter(|f| f.demand().device == full.device);
         // A rank that has no folder on that disk receives the error from the other ranks.
         let folder = folders.clone().find(|f| f.demand().is_full).or(folders.next());
-        folder.map_or(Ok(()), |folder| Err(folder.too_small(SpaceDemand { asked, got, ..*full })))
+        folder.map_or(Ok(()), |folder| Err(folder.too_small(SpaceDemand { requested, granted, ..*full })))
     }
 
     /// Begins to write `values` of a recomputing unit to a file. Their memory is freed when they have been written.

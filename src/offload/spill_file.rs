@@ -53,7 +53,7 @@ impl SpillFile {
             Some(extent) => extent,
             None => (self.arena.reserve(capacity)?, capacity),
         };
-        let piece = TransferPiece { arena: self.arena.clone(), at, memory: 0..values.size_in_bytes() };
+        let piece = TransferPiece { arena: self.arena.clone(), offset: at, memory: 0..values.size_in_bytes() };
         let writing = Mutex::new(Some(self.io.write_and_drop(values, vec![piece])));
         Ok(SpilledTensor { spill: self.clone(), at, capacity, len, dtype, writing })
     }
@@ -64,7 +64,8 @@ impl SpilledTensor {
     pub fn fetch(&self) -> Result<Flat> {
         self.finish_writing()?;
         let values = Flat::zeros(self.dtype, self.len);
-        let piece = TransferPiece { arena: self.spill.arena.clone(), at: self.at, memory: 0..values.size_in_bytes() };
+        let memory = 0..values.size_in_bytes();
+        let piece = TransferPiece { arena: self.spill.arena.clone(), offset: self.at, memory };
         self.spill.io.read(values, vec![piece]).wait()
     }
 

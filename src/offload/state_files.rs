@@ -43,12 +43,12 @@ pub(crate) trait StateFiles {
     /// position in the buffer, counted in elements.
     fn fill(&self, buffer: Self::Buffer, pieces: Vec<(Self::Extent, Range<usize>, usize)>) -> Self::Reading;
     /// Waits until the parts are filled.
-    fn filled(&self, reading: Self::Reading) -> Result<Self::Buffer>;
+    fn wait_filled(&self, reading: Self::Reading) -> Result<Self::Buffer>;
     /// Begins to write a state, whose memory is freed when it has been written. Waits first if many bytes are still
     /// unwritten.
     fn store(&self, memory: TrackedBuffer<Self::Buffer>, extent: &Self::Extent, range: Range<usize>) -> Self::Writing;
     /// Waits until the state is written.
-    fn written(&self, writing: Self::Writing) -> Result<()>;
+    fn wait_written(&self, writing: Self::Writing) -> Result<()>;
 }
 
 impl StateFiles for FileIo {
@@ -95,7 +95,7 @@ impl StateFiles for FileIo {
         Self::read(self, buffer.into_host(), pieces)
     }
 
-    fn filled(&self, reading: FileTransfer<Flat>) -> Result<FlatBuffer> {
+    fn wait_filled(&self, reading: FileTransfer<Flat>) -> Result<FlatBuffer> {
         Ok(reading.wait()?.into())
     }
 
@@ -108,7 +108,7 @@ impl StateFiles for FileIo {
         self.write_and_drop(memory.map(FlatBuffer::into_host), vec![extent.piece(range, 0)])
     }
 
-    fn written(&self, writing: FileTransfer<TrackedBuffer>) -> Result<()> {
+    fn wait_written(&self, writing: FileTransfer<TrackedBuffer>) -> Result<()> {
         writing.written()
     }
 }

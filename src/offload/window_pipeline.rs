@@ -67,14 +67,14 @@ impl WindowSettings {
     }
 
     /// Returns the number of windows that are in memory at a time.
-    pub fn at_a_time(self) -> usize {
+    pub fn windows_in_memory(self) -> usize {
         1 + usize::from(self.read_ahead) + usize::from(self.write_behind)
     }
 
     /// Returns the number of elements of a window of `streams` kinds of state, in sub-groups of at most `largest`
     /// elements.
     pub fn len(self, largest: usize, streams: usize) -> usize {
-        let buffers = streams * self.at_a_time();
+        let buffers = streams * self.windows_in_memory();
         window_len(self.access, largest, self.buffer_count.unwrap_or(buffers), buffers)
     }
 }
@@ -179,7 +179,7 @@ impl<'a, F: StateFiles> WindowPipeline<'a, F> {
         let reads_due = (index + 1 + usize::from(self.settings.read_ahead)).min(self.plan.len());
         while self.reads_begun < reads_due {
             // A new window gets the buffers of the window whose write began first.
-            while self.pending_reads.len() + self.pending_writes.len() >= self.settings.at_a_time()
+            while self.pending_reads.len() + self.pending_writes.len() >= self.settings.windows_in_memory()
                 && !self.pending_writes.is_empty()
             {
                 self.reclaim()?;
@@ -360,12 +360,12 @@ mod tests {
                 let mut found = AlignedBuffer::new(expected.len() * size);
                 let piece = extent.piece(0..expected.len(), 0);
                 // Data written through any kind of access can be read through every other kind.
-                piece.arena.read(DiskAccess::Cached, piece.at, found.bytes_mut(), &mut bounce).unwrap();
+                piece.arena.read(DiskAccess::Cached, piece.offset, found.bytes_mut(), &mut bounce).unwrap();
                 let mut expected_buffer = AlignedBuffer::new(expected.len() * size);
                 expected_buffer.elements(extent.dtype(), 0..expected.len()).copy_scaled(FlatRef::F32(&expected), 1.0);
                 prop_assert!(found.bytes_mut() == expected_buffer.bytes_mut());
             }
-            let sets = settings.at_a_time();
+            let sets = settings.windows_in_memory();
             // Each dtype may need a buffer for every stream.
             let max_bytes = sets * 2 * max_streams * (window * 4 + ALIGN - 1);
             prop_assert!(ledger.bytes(MemoryKind::Staging).peak <= max_bytes);

@@ -92,7 +92,7 @@ impl Optimizer for Adafactor {
         self.matrices.needs()
     }
 
-    fn takes(&self, _: &str, shape: &[usize]) -> bool {
+    fn trains(&self, _: &str, shape: &[usize]) -> bool {
         shape.len() >= 2 && !shape.contains(&0)
     }
 

@@ -59,7 +59,7 @@ impl Optimizer for EightBitOptimizer {
         self.inner.update(ctx, param, grad, state, half);
     }
 
-    fn takes(&self, _: &str, shape: &[usize]) -> bool {
+    fn trains(&self, _: &str, shape: &[usize]) -> bool {
         shape.iter().product::<usize>() >= self.min_8bit_size
     }
 

@@ -7,7 +7,7 @@
 //! ```
 
 use crate::error::{ParamError, Result};
-use crate::util::{list, matches, nearest};
+use crate::util::{list, matches, suggest_names};
 use std::collections::BTreeSet;
 
 /// The names of the modules whose parameters stay in f32, as given in the configuration.
@@ -29,11 +29,11 @@ impl Fp32Modules<'_> {
             return Ok(());
         };
         let modules: BTreeSet<&str> = all.flat_map(names).filter(|name| name.parse::<u64>().is_err()).collect();
-        let near = nearest(name, modules.iter().copied()).unwrap_or_else(|| {
+        let suggestion = suggest_names(name, modules.iter().copied()).unwrap_or_else(|| {
             let modules: Vec<&str> = modules.iter().copied().filter(|name| !name.contains('.')).collect();
             format!("no name is similar; the modules are {}", list(&modules))
         });
-        Err(ParamError::NoSuchModule { name: name.clone(), near }.into())
+        Err(ParamError::NoSuchModule { name: name.clone(), suggestion }.into())
     }
 }
 

@@ -18,7 +18,7 @@ struct OptimizerGroup {
     role: OptimizerRole,
     /// The base rate of the schedule.
     lr: f64,
-    numbers: GroupOverrides,
+    overrides: GroupOverrides,
     schedule: Schedule,
     /// Whether the user gave the group a rate that its schedule ignores.
     ignores_own_rate: bool,
@@ -64,19 +64,19 @@ impl GroupedOptimizer {
         let (settled, empty) = grouping.settle(parameter_groups, used);
         let user_schedule = own_schedule(grouping.optimizer(OptimizerRole::Main), user_schedule, scheduler.is_some())?;
         let main = grouping.optimizer(OptimizerRole::Main).map(|o| o.momentum());
-        let cycles = matches!(main, Some(Momentum::Betas(..)));
+        let cycles_momentum = matches!(main, Some(Momentum::Betas(..)));
         let count = settled.len();
         let is_scheduled = user_schedule.is_some() || scheduler.is_some();
-        let groups = settled.into_iter().enumerate().map(|(group, GroupSettings { role, lr, numbers })| {
+        let groups = settled.into_iter().enumerate().map(|(group, GroupSettings { role, lr, overrides })| {
             let optimizer = grouping.optimizer(role);
-            let momentum = match (optimizer.map_or(Momentum::Factor(0.0), |o| o.momentum()), numbers.betas) {
+            let momentum = match (optimizer.map_or(Momentum::Factor(0.0), |o| o.momentum()), overrides.betas) {
                 (Momentum::Betas(..), Some((beta1, beta2))) => Momentum::Betas(beta1, beta2),
                 (momentum, _) => momentum,
             };
             let has_own_rate = lr.is_some();
             let lr = optimizer.map_or(0.0, |o| lr.unwrap_or(o.lr()));
             let schedule_from = |lr| {
-                let base = GroupBaseRates { lr, momentum, cycles, group, groups: count };
+                let base = GroupBaseRates { lr, momentum, cycles_momentum, group, groups: count };
                 match &user_schedule {
                     Some(user_schedule) => Ok(Schedule::custom_of_group(user_schedule.clone(), base)),
                     None => Schedule::of_group(scheduler, base),
@@ -88,7 +88,7 @@ impl GroupedOptimizer {
                 && user_schedule
                     .as_ref()
                     .is_none_or(|custom| COMPARED_STEPS.iter().all(|n| custom.lr_of_group(*n, group) == custom.lr(*n)));
-            Ok(OptimizerGroup { role, lr, numbers, schedule, ignores_own_rate, is_scheduled, set_lr: None })
+            Ok(OptimizerGroup { role, lr, overrides, schedule, ignores_own_rate, is_scheduled, set_lr: None })
         });
         let groups = groups.collect::<Result<_>>()?;
         Ok((Self { grouping, groups }, empty))
@@ -165,7 +165,7 @@ impl GroupedOptimizer {
         let settings_of = |group: &OptimizerGroup| {
             let (lr, betas) = group.schedule.in_force()?;
             let lr = group.set_lr.unwrap_or(lr);
-            let GroupOverrides { betas: group_betas, eps, weight_decay, trust_ratio } = group.numbers;
+            let GroupOverrides { betas: group_betas, eps, weight_decay, trust_ratio } = group.overrides;
             let trust_ratio = trust_ratio.unwrap_or(true);
             let betas = betas.or(group_betas);
             let ctx = StepContext { lr, betas, eps, weight_decay, trust_ratio, step, grad_scale };
@@ -224,6 +224,6 @@ impl fmt::Debug for GroupedOptimizer {
         let optimizers = OptimizerRole::ALL
             .map(|role| self.grouping.optimizer(role).map(|o| (o.name().to_owned(), o.state_names())));
         write!(f, "{optimizers:?} ")?;
-        f.debug_list().entries(self.groups.iter().map(|g| (g.role, g.lr, g.numbers, &g.schedule))).finish()
+        f.debug_list().entries(self.groups.iter().map(|g| (g.role, g.lr, g.overrides, &g.schedule))).finish()
     }
 }

@@ -90,10 +90,10 @@ impl Optimizer for Muon {
     }
 
     fn needs(&self) -> OptimizerNeeds<'_> {
-        OptimizerNeeds::Whole(self)
+        OptimizerNeeds::WholeParameter(self)
     }
 
-    fn takes(&self, name: &str, shape: &[usize]) -> bool {
+    fn trains(&self, name: &str, shape: &[usize]) -> bool {
         let name = name.to_lowercase();
         shape.len() >= 2 && !shape.contains(&0) && !NO_MATRICES.iter().any(|word| name.contains(word))
     }

@@ -149,7 +149,7 @@ pub trait Optimizer: Send + Sync {
     /// Returns whether the optimizer trains a parameter of this name and shape. The name is empty if a group has set
     /// [`use_muon`](super::ParameterGroup::use_muon); then only the shape decides. All other parameters are trained by
     /// the [`auxiliary`](Self::auxiliary). An optimizer without an auxiliary must accept all parameters.
-    fn takes(&self, name: &str, shape: &[usize]) -> bool {
+    fn trains(&self, name: &str, shape: &[usize]) -> bool {
         _ = (name, shape);
         true
     }
@@ -215,7 +215,7 @@ pub enum OptimizerNeeds<'a> {
     /// The step also depends on norms of the full parameter.
     Norms(&'a dyn Layerwise),
     /// The direction depends on all elements of a parameter together.
-    Whole(&'a dyn WholeParameterOptimizer),
+    WholeParameter(&'a dyn WholeParameterOptimizer),
     /// The step depends on sums over the rows and columns of the gradient, and on norms of the full parameter.
     Factors(&'a dyn FactoredOptimizer),
 }

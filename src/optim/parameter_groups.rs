@@ -42,7 +42,7 @@ pub struct ParameterGroup {
     dims: Option<RangeInclusive<usize>>,
     use_muon: Option<bool>,
     lr: Option<f64>,
-    numbers: GroupOverrides,
+    overrides: GroupOverrides,
     is_frozen: bool,
     keeps_f32: bool,
 }
@@ -94,14 +94,14 @@ impl ParameterGroup {
     /// Sets the weight decay.
     #[must_use]
     pub fn weight_decay(mut self, weight_decay: f64) -> Self {
-        self.numbers.weight_decay = Some(weight_decay);
+        self.overrides.weight_decay = Some(weight_decay);
         self
     }
 
     /// Sets the betas. They are an error if neither the optimizer nor its auxiliary has betas.
     #[must_use]
     pub fn betas(mut self, beta1: f64, beta2: f64) -> Self {
-        self.numbers.betas = Some((beta1, beta2));
+        self.overrides.betas = Some((beta1, beta2));
         self
     }
 
@@ -109,7 +109,7 @@ impl ParameterGroup {
     /// a number (SGD, Lion).
     #[must_use]
     pub fn eps(mut self, eps: f64) -> Self {
-        self.numbers.eps = Some(eps);
+        self.overrides.eps = Some(eps);
         self
     }
 
@@ -118,7 +118,7 @@ impl ParameterGroup {
     /// `ParameterGroup::no_decay().trust_ratio(false)`. The setting has no effect on other optimizers.
     #[must_use]
     pub fn trust_ratio(mut self, trust_ratio: bool) -> Self {
-        self.numbers.trust_ratio = Some(trust_ratio);
+        self.overrides.trust_ratio = Some(trust_ratio);
         self
     }
 
@@ -160,7 +160,7 @@ impl ParameterGroup {
 
     /// Returns the problem with the group's hyperparameters, if any.
     fn problem(&self, optimizer: &dyn Optimizer) -> Option<String> {
-        let GroupOverrides { betas, eps, weight_decay, trust_ratio: _ } = self.numbers;
+        let GroupOverrides { betas, eps, weight_decay, trust_ratio: _ } = self.overrides;
         for (name, number) in [("lr", self.lr), ("weight_decay", weight_decay), ("eps", eps)] {
             if let Some(number) = number.filter(|n| !(0.0..f64::INFINITY).contains(n)) {
                 return Some(format!("{name} is {number}; it must be a finite number of at least 0"));
@@ -197,7 +197,7 @@ pub(crate) struct ParameterGrouping {
 pub(super) struct GroupSettings {
     pub role: OptimizerRole,
     pub lr: Option<f64>,
-    pub numbers: GroupOverrides,
+    pub overrides: GroupOverrides,
 }
 
 impl ParameterGrouping {
@@ -292,9 +292,9 @@ impl ParameterGrouping {
         let main = match (&self.optimizer, use_muon) {
             (Some(optimizer), Some(use_muon)) if optimizer.auxiliary().is_some() => {
                 // The empty name stands for any name: only the shape decides.
-                use_muon && optimizer.takes("", shape)
+                use_muon && optimizer.trains("", shape)
             }
-            (Some(optimizer), _) => optimizer.auxiliary().is_none() || optimizer.takes(name, shape),
+            (Some(optimizer), _) => optimizer.auxiliary().is_none() || optimizer.trains(name, shape),
             (None, _) => true,
         };
         index.unwrap_or(self.user_groups.len()) * OptimizerRole::ALL.len() + usize::from(!main)
@@ -366,9 +366,9 @@ impl ParameterGrouping {
         }
         let given_index = |group: &usize| group / OptimizerRole::ALL.len();
         let settled = used.iter().map(|group| {
-            let ParameterGroup { lr, numbers, .. } =
+            let ParameterGroup { lr, overrides, .. } =
                 self.user_groups.get(given_index(group)).cloned().unwrap_or_default();
-            GroupSettings { role: Self::role(*group), lr, numbers }
+            GroupSettings { role: Self::role(*group), lr, overrides }
         });
         let empty = (0..self.user_groups.len()).filter(|index| !used.iter().any(|group| given_index(group) == *index));
         (settled.collect(), empty.collect())

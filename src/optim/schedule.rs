@@ -102,7 +102,7 @@ pub struct Schedule {
     /// The optimizer's own momentum, or the group's.
     momentum: Momentum,
     /// Whether the schedule may change the momentum.
-    cycles: bool,
+    cycles_momentum: bool,
     last_batch_iteration: i64,
     lr: f64,
     betas: Option<(f64, f64)>,
@@ -125,7 +125,7 @@ pub(crate) struct GroupBaseRates {
     /// The group's own momentum.
     pub momentum: Momentum,
     /// Whether the main optimizer has betas that a schedule may change. In DeepSpeed, Muon has none.
-    pub cycles: bool,
+    pub cycles_momentum: bool,
     /// The index of the group, below `groups`.
     pub group: usize,
     pub groups: usize,
@@ -144,7 +144,7 @@ impl LrSchedule for ConfigSchedule {
             } => {
                 let k = applied as f64 / *lr_range_test_step_size as f64;
                 let k = if *lr_range_test_staircase { k.floor() } else { k };
-                lr_range_test_min_lr.of(self.group) * (1.0 + lr_range_test_step_rate * k)
+                lr_range_test_min_lr.for_group(self.group) * (1.0 + lr_range_test_step_rate * k)
             }
             config => warmup::lr(config, self.base_lr, self.group, it).unwrap_or(self.base_lr),
         }
@@ -245,7 +245,8 @@ impl Schedule {
     /// several groups.
     pub fn new(scheduler: Option<&SchedulerConfig>, optimizer: Option<&OptimizerConfig>) -> Result<Self> {
         let momentum = optimizer.map_or(Momentum::Factor(0.0), momentum);
-        let base = GroupBaseRates { lr: optimizer.map_or(0.0, base_lr), momentum, cycles: true, group: 0, groups: 1 };
+        let lr = optimizer.map_or(0.0, base_lr);
+        let base = GroupBaseRates { lr, momentum, cycles_momentum: true, group: 0, groups: 1 };
         Self::of_group(scheduler, base)
     }
 
@@ -268,13 +269,14 @@ impl Schedule {
     /// Creates a custom schedule for this optimizer, with the values of the first step in force.
     pub fn custom(rule: Arc<dyn LrSchedule>, optimizer: Option<&OptimizerConfig>) -> Self {
         let momentum = optimizer.map_or(Momentum::Factor(0.0), momentum);
-        Self::custom_of_group(rule, GroupBaseRates { lr: 0.0, momentum, cycles: true, group: 0, groups: 1 })
+        Self::custom_of_group(rule, GroupBaseRates { lr: 0.0, momentum, cycles_momentum: true, group: 0, groups: 1 })
     }
 
     /// Creates a custom schedule for a parameter group.
     pub(crate) fn custom_of_group(rule: Arc<dyn LrSchedule>, base: GroupBaseRates) -> Self {
-        let GroupBaseRates { momentum, cycles, group, .. } = base;
-        let mut schedule = Self { rule, group, momentum, cycles, last_batch_iteration: -1, lr: 0.0, betas: None };
+        let GroupBaseRates { momentum, cycles_momentum, group, .. } = base;
+        let mut schedule =
+            Self { rule, group, momentum, cycles_momentum, last_batch_iteration: -1, lr: 0.0, betas: None };
         schedule.restore(-1);
         schedule
     }
@@ -335,7 +337,7 @@ impl Schedule {
         let applied = u64::try_from(last_batch_iteration.saturating_add(1)).unwrap_or(0);
         self.lr = self.rule.lr_of_group(applied, self.group);
         self.betas = match self.momentum {
-            Momentum::Betas(..) if self.cycles => self.rule.betas(applied),
+            Momentum::Betas(..) if self.cycles_momentum => self.rule.betas(applied),
             _ => None,
         };
     }

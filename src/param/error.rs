@@ -72,23 +72,23 @@ pub enum ParamError {
         count: usize,
     },
     /// A name that no parameter has.
-    #[error("the model has no parameter {name}: {near}")]
+    #[error("the model has no parameter {name}: {suggestion}")]
     Unknown {
         /// The name.
         name: String,
         /// Similar names.
-        near: String,
+        suggestion: String,
     },
     /// A module of `data_types.keep_in_fp32_modules` that the model does not have.
     #[error(
-        "data_types.keep_in_fp32_modules: the model has no module {name}: {near}; a module is given as complete \
+        "data_types.keep_in_fp32_modules: the model has no module {name}: {suggestion}; a module is given as complete \
          dot-separated parts of a parameter's name, in which * matches any characters; correct the name, or remove it"
     )]
     NoSuchModule {
         /// The name in the list.
         name: String,
         /// Similar names, or otherwise some existing ones.
-        near: String,
+        suggestion: String,
     },
     /// A weight that is not a finite number.
     #[error(
@@ -107,14 +107,14 @@ pub enum ParamError {
         value: f32,
     },
     /// An optimizer state that the parameter does not have.
-    #[error("parameter {name} has no optimizer state {key}: it has {has}")]
+    #[error("parameter {name} has no optimizer state {key}: it has {existing}")]
     UnknownState {
         /// The parameter.
         name: String,
         /// The state.
         key: String,
         /// The parameter's states.
-        has: String,
+        existing: String,
     },
     /// An attempt to set a factored optimizer state (`exp_avg_sq_row` or `exp_avg_sq_col` of Adafactor).
     #[error("the optimizer state {key} of parameter {name} is factored; it can be read but not set")]
@@ -304,7 +304,7 @@ pub enum ParamError {
     /// A parameter whose tensor is missing.
     #[error(
         "{} has no tensor {name} of shape {shape:?}, which the model needs; the file must hold exactly the model's \
-         parameters; it has {has}",
+         parameters; it has {existing}",
         path.display()
     )]
     MissingTensor {
@@ -315,7 +315,7 @@ pub enum ParamError {
         /// The shape in the model.
         shape: Vec<usize>,
         /// The first few names in the file.
-        has: String,
+        existing: String,
     },
     /// A parameter whose elements on this rank need more memory than the system has.
     #[error(

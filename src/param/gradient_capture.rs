@@ -14,8 +14,8 @@
 //! parameter (Candle's own `loss.backward()`, another engine's) only reports that it no longer needs the parameter.
 
 use super::ParamId;
-use crate::graph::precomputed_op::{one, prepared};
-use crate::graph::{DeferredGradient, GradSlot, only_while, with_token};
+use crate::graph::precomputed_op::{apply_precomputed, token_value};
+use crate::graph::{DeferredGradient, GradSlot, want_grad_while, with_token};
 use crate::tensor::residency::empty_leaf;
 use candle_core::{Device, Result, Shape, Storage, Tensor};
 use std::sync::Arc;
@@ -29,7 +29,7 @@ pub(crate) trait GradientSink: Send + Sync {
     /// Takes the gradient of `param`, to which this backward pass adds nothing more.
     fn gradient_arrived(&self, param: ParamId, grad: DeferredGradient) -> Result<()>;
     /// Reports that a backward pass in which gradients do not count has differentiated all uses of `param`.
-    fn passed_by(&self, param: ParamId) -> Result<()>;
+    fn no_longer_needed(&self, param: ParamId) -> Result<()>;
 }
 
 /// Creates a parameter's tensor, whose first storage is `storage`. Its gradients go to `sink`. While the parameter is
@@ -42,19 +42,19 @@ pub(crate) fn capture(
     (storage, shape): (Storage, Shape),
 ) -> Result<Tensor> {
     let gate = sink.clone();
-    let slot = Arc::new(GradSlot::behind(Box::new(move || gate.takes_gradients())));
+    let slot = Arc::new(GradSlot::with_gate(Box::new(move || gate.takes_gradients())));
     let complete = slot.clone();
     let leaf = empty_leaf(device, &Shape::from(1))?;
-    let token = prepared("capture-gradient", &leaf, one(device)?, move |_, _| {
+    let token = apply_precomputed("capture-gradient", &leaf, token_value(device)?, move |_, _| {
         match DeferredGradient::taken_from(&complete) {
-            _ if !sink.takes_gradients() => sink.passed_by(param)?,
+            _ if !sink.takes_gradients() => sink.no_longer_needed(param)?,
             Some(grad) => sink.gradient_arrived(param, grad)?,
             None => {}
         }
         Ok(None)
     })?;
     let tensor = with_token(token, slot, "parameter", (storage, shape))?;
-    only_while(&tensor, trained);
+    want_grad_while(&tensor, trained);
     Ok(tensor)
 }
 
@@ -62,7 +62,7 @@ pub(crate) fn capture(
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::graph::deferring;
+    use crate::graph::with_deferred_weight_gradients;
     use crate::nn::{
         ExpertActivation, ExpertAssignment, ExpertMlp, ExpertProjection, ExpertTensors, GateUpOrder, RouterOptions,
         RouterOrder, WeightLayout, linear, route,
@@ -83,7 +83,7 @@ mod tests {
             Ok(())
         }
 
-        fn passed_by(&self, _: ParamId) -> Result<()> {
+        fn no_longer_needed(&self, _: ParamId) -> Result<()> {
             Ok(())
         }
     }
@@ -104,7 +104,7 @@ mod tests {
         let weight = capture(0, Arc::new(AtomicBool::new(true)), arrived.clone(), &Device::Cpu, storage).unwrap();
         let loss = forward(&weight).unwrap().sqr().unwrap().sum_all().unwrap();
         if is_divided {
-            deferring(|| loss.backward()).unwrap()
+            with_deferred_weight_gradients(|| loss.backward()).unwrap()
         } else {
             loss.backward().unwrap()
         };

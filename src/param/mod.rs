@@ -14,13 +14,13 @@ mod weight_files;
 mod weight_source;
 
 pub use model_buffer::BufferSync;
-pub(crate) use model_buffer::{BufferFilter, ModelBuffer, dtype_of_buffer, has_name_of_buffer, is_needless};
+pub(crate) use model_buffer::{BufferFilter, ModelBuffer, dtype_of_buffer, has_name_of_buffer, is_dispensable};
 pub use weight_file::{FileTensor, check_finite};
 pub use weight_files::WeightFiles;
 pub use weight_files::{FILE_OF_FOLDER, INDEX_OF_FOLDER, weight_map};
 pub use weight_source::{InitialValues, WeightSource};
 
-use crate::layout::{ExpertPlace, ShardCut, ShardMesh};
+use crate::layout::{ExpertPlacement, ShardCut, ShardMesh};
 use crate::memory::MemoryLedgerEntry;
 use crate::optim::{OptimizerRole, SubGroupKey, WeightFormat};
 use crate::precision::WeightPacking;
@@ -57,7 +57,7 @@ pub(crate) struct Param {
     /// The number of elements that must be on one rank together. An estimate sets it after the other fields.
     pub block: AtomicUsize,
     /// The ranks that hold the parameter, if it belongs to an expert and experts are divided among ranks.
-    pub expert: Option<ExpertPlace>,
+    pub expert: Option<ExpertPlacement>,
     /// The storage and wire format of the weights.
     pub weights: WeightFormat,
     pub unit: UnitId,
@@ -76,7 +76,7 @@ pub(crate) struct Param {
 
 impl Param {
     /// Returns the same parameter for an estimate: absent, and with this weight format.
-    pub fn held(&self, weights: WeightFormat) -> Self {
+    pub fn for_estimate(&self, weights: WeightFormat) -> Self {
         Self {
             name: self.name.clone(),
             shape: self.shape.clone(),

@@ -40,7 +40,7 @@ pub(crate) struct ModelBuffer {
     pub units: Vec<UnitId>,
     /// The buffer's entry in the ledger.
     #[allow(dead_code, reason = "held for its Drop")]
-    pub held: MemoryLedgerEntry,
+    pub ledger_entry: MemoryLedgerEntry,
 }
 
 /// Returns whether a tensor of that name is a buffer in PyTorch's and Hugging Face's models.
@@ -52,7 +52,7 @@ pub(crate) fn has_name_of_buffer(name: &str) -> bool {
 /// Returns whether a model can do without a buffer that a file contains: PyTorch's batch counter, which Candle's
 /// `BatchNorm` does not request, and the causal mask of GPT-2's attention and the frequencies of Llama, which old files
 /// contain.
-pub(crate) fn is_needless(name: &str, shape: &[usize]) -> bool {
+pub(crate) fn is_dispensable(name: &str, shape: &[usize]) -> bool {
     last_part(name) == COUNTER
         || name.ends_with(".attn.masked_bias")
         || (name.ends_with(".attn.bias") && matches!(shape, [1, 1, a, b] if a == b))
@@ -94,7 +94,7 @@ impl ModelBuffer {
     /// [`ParamError::BufferChanged`] if either has changed.
     pub fn check(&self) -> Result<()> {
         let expected = (self.tensor.elem_count(), self.tensor.dtype());
-        match bytes::held(&self.tensor).filter(|held| *held != expected) {
+        match bytes::stored_elements(&self.tensor).filter(|held| *held != expected) {
             None => Ok(()),
             Some(found) => {
                 let (name, shape) = (self.name.clone(), self.tensor.dims().to_vec());

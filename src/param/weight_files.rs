@@ -1,6 +1,6 @@
 //! The safetensors files of parameters: one file, or the shards that an index names.
 
-use super::model_buffer::is_needless;
+use super::model_buffer::is_dispensable;
 use super::weight_file::{FileTensor, WeightFile};
 use crate::error::{Error, ParamError, Result};
 use crate::files;
@@ -115,8 +115,8 @@ impl WeightFiles {
         let (first_names, remaining) = names.split_at(names.len().min(3));
         let remaining = if remaining.is_empty() { String::new() } else { format!(" and {} more", remaining.len()) };
         let first_names: Vec<&str> = first_names.iter().map(|name| name.as_str()).collect();
-        let (name, shape, has) = (name.into(), shape.to_vec(), format!("{}{remaining}", first_names.join(", ")));
-        ParamError::MissingTensor { path: self.path.clone(), name, shape, has }.into()
+        let (name, shape, existing) = (name.into(), shape.to_vec(), format!("{}{remaining}", first_names.join(", ")));
+        ParamError::MissingTensor { path: self.path.clone(), name, shape, existing }.into()
     }
 
     /// Returns an error if there are tensors that are not among the parameters `used`, other than dispensable buffers.
@@ -132,7 +132,7 @@ impl WeightFiles {
     pub fn unused(&self, used: &BTreeSet<&str>) -> Vec<&str> {
         let used: BTreeSet<String> = used.iter().filter_map(|name| self.find(name)).map(|(name, _)| name).collect();
         let unused =
-            self.tensors().filter(|(name, tensor)| !used.contains(*name) && !is_needless(name, tensor.shape()));
+            self.tensors().filter(|(name, tensor)| !used.contains(*name) && !is_dispensable(name, tensor.shape()));
         unused.map(|(name, _)| name).collect()
     }
 

@@ -55,7 +55,7 @@ impl InferenceState {
 
     /// Returns the state that the layer has kept for the tokens before the input. The layer may change this state. A
     /// layer that has kept nothing begins with the result of `new`. Returns `None` if no text is continued.
-    pub fn kept<T: Any + Send>(&mut self, new: impl FnOnce() -> T) -> Option<&mut T> {
+    pub fn get_or_init<T: Any + Send>(&mut self, new: impl FnOnce() -> T) -> Option<&mut T> {
         self.position?;
         let kept = self.kept.take().and_then(|kept| kept.downcast::<T>().ok()).unwrap_or_else(|| Box::new(new()));
         self.kept.insert(kept).downcast_mut()

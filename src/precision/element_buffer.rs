@@ -10,18 +10,18 @@ use std::ops::Range;
 /// values.
 pub(crate) trait ElementBuffer: Sized {
     /// The type of a memory location.
-    type Place: Clone;
+    type Location: Clone;
 
     /// Returns the host's memory.
-    fn host() -> Self::Place;
+    fn host() -> Self::Location;
     /// Returns whether a location is a GPU's memory.
-    fn is_device(place: &Self::Place) -> bool;
+    fn is_device(location: &Self::Location) -> bool;
     /// Creates an empty buffer with room for `capacity` elements.
     ///
     /// # Errors
     /// Returns an error if a GPU is out of memory.
-    fn with_capacity(place: &Self::Place, dtype: DType, capacity: usize) -> Result<Self>;
-    fn place(&self) -> Self::Place;
+    fn with_capacity(location: &Self::Location, dtype: DType, capacity: usize) -> Result<Self>;
+    fn location(&self) -> Self::Location;
     fn dtype(&self) -> DType;
     fn len(&self) -> usize;
     fn capacity_in_bytes(&self) -> usize;
@@ -31,7 +31,7 @@ pub(crate) trait ElementBuffer: Sized {
     fn truncate(&mut self, len: usize);
     fn shrink_to_fit(&mut self) -> Result<()>;
     /// Moves the elements to another location.
-    fn moved_to(self, place: &Self::Place) -> Result<Self>;
+    fn move_to(self, location: &Self::Location) -> Result<Self>;
 
     fn values(&self) -> Option<FlatRef<'_>> {
         None
@@ -47,8 +47,8 @@ pub(crate) trait ElementBuffer: Sized {
     }
 
     /// Creates a buffer of `len` zeros.
-    fn zeros(place: &Self::Place, dtype: DType, len: usize) -> Result<Self> {
-        let mut zeros = Self::with_capacity(place, dtype, len)?;
+    fn zeros(location: &Self::Location, dtype: DType, len: usize) -> Result<Self> {
+        let mut zeros = Self::with_capacity(location, dtype, len)?;
         zeros.extend_zeros(len)?;
         Ok(zeros)
     }
@@ -87,7 +87,7 @@ pub(crate) trait ElementBuffer: Sized {
 }
 
 impl ElementBuffer for Flat {
-    type Place = ();
+    type Location = ();
 
     fn host() {}
 
@@ -99,7 +99,7 @@ impl ElementBuffer for Flat {
         Ok(Self::with_capacity(dtype, capacity))
     }
 
-    fn place(&self) {}
+    fn location(&self) {}
 
     fn dtype(&self) -> DType {
         self.dtype()
@@ -132,7 +132,7 @@ impl ElementBuffer for Flat {
         Ok(())
     }
 
-    fn moved_to(self, (): &()) -> Result<Self> {
+    fn move_to(self, (): &()) -> Result<Self> {
         Ok(self)
     }
 

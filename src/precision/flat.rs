@@ -192,7 +192,7 @@ impl Flat {
 
     /// Returns the memory of the first `len` elements, with arbitrary contents, for a writer that fills it in any order
     /// and then calls [`set_len`](Self::set_len). Elements below the current length stay unchanged.
-    pub(crate) fn room_bytes(&mut self, len: usize) -> &mut [MaybeUninit<u8>] {
+    pub(crate) fn uninit_bytes(&mut self, len: usize) -> &mut [MaybeUninit<u8>] {
         if self.len() < len {
             self.reserve_exact(len - self.len());
         }
@@ -206,7 +206,7 @@ impl Flat {
     /// Sets the length to `len` elements that have been written.
     ///
     /// # Safety
-    /// The first `len` elements must have been initialized, through [`room_bytes`](Self::room_bytes) or before.
+    /// The first `len` elements must have been initialized, through [`uninit_bytes`](Self::uninit_bytes) or before.
     pub(crate) unsafe fn set_len(&mut self, len: usize) {
         // SAFETY: `len` is within the capacity and initialized, as the caller promises; every bit pattern is a number.
         each!(Flat, self, v => unsafe { v.set_len(len) })
@@ -360,7 +360,7 @@ mod tests {
         for dtype in [DType::F32, DType::BF16, DType::F16] {
             let mut flat = Flat::zeros(dtype, 2);
             let (size, whole) = (dtype.size_in_bytes(), Flat::zeros(dtype, 5));
-            let room = flat.room_bytes(5);
+            let room = flat.uninit_bytes(5);
             assert_eq!(room.len(), 5 * size);
             let (first, second) = whole.as_bytes()[2 * size..].split_at(size);
             room[3 * size..].write_copy_of_slice(second);

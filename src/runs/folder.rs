@@ -7,7 +7,7 @@ use super::{
 };
 use crate::error::{Error, Result, RunError};
 use crate::files::{FolderLock, FolderLockOutcome, LOCK, unfinished_files};
-use crate::util::{list, nearest};
+use crate::util::{list, suggest_names};
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -115,7 +115,7 @@ impl RunsFolder {
             _ if ids.iter().any(|id| id == name) => Ok(self.folder.join(name)),
             [only] if !name.is_empty() => Ok(self.folder.join(only)),
             [] | [_] => {
-                let hint = nearest(name, ids.iter().map(String::as_str));
+                let hint = suggest_names(name, ids.iter().map(String::as_str));
                 Err(RunError::NoRun { name: name.into(), folder: self.folder.clone(), hint }.into())
             }
             _ => Err(RunError::Ambiguous { name: name.into(), count: matching.len(), names: list(&matching) }.into()),
@@ -150,7 +150,7 @@ impl RunsFolder {
         }
         let running = || RecordedRun::open(&folder).ok().filter(|run| run.state() == RecordedState::Running);
         // While the folder is locked, no other process continues the run.
-        let lock = match FolderLock::ask(&folder, Duration::ZERO).map_err(wrong(&folder))? {
+        let lock = match FolderLock::acquire(&folder, Duration::ZERO).map_err(wrong(&folder))? {
             FolderLockOutcome::Held(lock) => Some(lock),
             FolderLockOutcome::Busy(pid) if !forced => {
                 let pid = pid.or(running().and_then(|run| run.summary().pid));

@@ -66,7 +66,7 @@ pub struct RunVersions {
 
 impl RunVersions {
     /// Returns the versions of this program.
-    pub(super) fn here() -> Self {
+    pub(super) fn current() -> Self {
         let features = [("cli", cfg!(feature = "cli")), ("cuda", cfg!(feature = "cuda")), ("s3", cfg!(feature = "s3"))];
         Self {
             candle_zero: env!("CARGO_PKG_VERSION").to_owned(),
@@ -105,7 +105,7 @@ impl RunInfo {
     pub(super) fn write(&self, folder: &Path) -> Result<()> {
         let path = folder.join(INFO);
         let text = serde_json::to_vec_pretty(self).expect("text and numbers are JSON");
-        match files::write_whole(&path, files::UNFINISHED, &text) {
+        match files::write_atomically(&path, files::UNFINISHED, &text) {
             Ok(_) => Ok(()),
             Err(source) => Err(Error::Io { action: "write", path, source }),
         }

@@ -28,7 +28,7 @@ impl LineAppender {
             let mut open = OpenOptions::new();
             let file =
                 open.create(true).append(true).read(true).custom_flags(flags.bits().cast_signed()).open(&path)?;
-            crate::files::only_a_file(&file.metadata()?)?;
+            crate::files::check_regular_file(&file.metadata()?)?;
             // The last line may be incomplete, because the process was killed or the disk was full.
             end_last_line(&file)?;
             Ok((file.metadata()?.len(), file))

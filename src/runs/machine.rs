@@ -25,7 +25,7 @@ pub struct RunMachine {
 
 impl RunMachine {
     /// Describes this machine.
-    pub(super) fn here() -> Self {
+    pub(super) fn current() -> Self {
         let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
         let (cpu, memory) = (read("/proc/cpuinfo"), read("/proc/meminfo"));
         let kib = proc_field(&memory, "MemTotal").and_then(|text| text.strip_suffix(" kB")?.parse().ok());

@@ -64,9 +64,9 @@ pub enum MetricsLine {
 }
 
 /// A line as read from the file; `None` if it is of neither kind.
-pub(super) struct FoundLine(pub Option<MetricsLine>);
+pub(super) struct ParsedLine(pub Option<MetricsLine>);
 
-impl<'de> Deserialize<'de> for FoundLine {
+impl<'de> Deserialize<'de> for ParsedLine {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
         deserializer.deserialize_map(LineVisitor)
     }
@@ -75,13 +75,13 @@ impl<'de> Deserialize<'de> for FoundLine {
 struct LineVisitor;
 
 impl<'de> Visitor<'de> for LineVisitor {
-    type Value = FoundLine;
+    type Value = ParsedLine;
 
     fn expecting(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
         f.write_str("an object")
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut line: A) -> std::result::Result<FoundLine, A::Error> {
+    fn visit_map<A: MapAccess<'de>>(self, mut line: A) -> std::result::Result<ParsedLine, A::Error> {
         let (mut session, mut from_step, mut step) = (None, None, None);
         let (mut time, mut values) = (None, BTreeMap::new());
         while let Some(name) = line.next_key::<String>()? {
@@ -108,7 +108,7 @@ impl<'de> Visitor<'de> for LineVisitor {
                 whole(step).map(|step| MetricsLine::Values(MetricsRow { step, time, values }))
             }
         };
-        Ok(FoundLine(line))
+        Ok(ParsedLine(line))
     }
 }
 
@@ -204,7 +204,7 @@ pub fn json_number(number: f64) -> Value {
 
 /// The contents of the complete file: its rows, and the times of its sessions.
 #[derive(Default)]
-pub(super) struct WholeMetrics {
+pub(super) struct FileMetrics {
     pub rows: BTreeMap<u64, MetricsRow>,
     /// The beginning and the end of each session, in seconds since 1970.
     pub sessions: Vec<(f64, f64)>,
@@ -213,7 +213,7 @@ pub(super) struct WholeMetrics {
     pub problem: Option<String>,
 }
 
-impl WholeMetrics {
+impl FileMetrics {
     /// Reads the file in a folder. A missing file has no rows.
     pub(super) fn read(folder: &Path) -> Result<Self> {
         let path = folder.join(METRICS);
@@ -224,7 +224,7 @@ impl WholeMetrics {
             file => file.map_err(wrong)?,
         };
         let mut problem = None;
-        let mut on_line = |line: std::result::Result<FoundLine, String>| {
+        let mut on_line = |line: std::result::Result<ParsedLine, String>| {
             let line = line.and_then(|line| line.0.ok_or_else(|| "a line has neither a step nor a session".to_owned()));
             match line {
                 Ok(line) => whole.add(line),
@@ -269,7 +269,7 @@ impl WholeMetrics {
 impl RunMetrics {
     /// Reads the values in the folder of a run.
     pub(super) fn read(folder: &Path) -> Result<Self> {
-        let whole = WholeMetrics::read(folder)?;
+        let whole = FileMetrics::read(folder)?;
         Ok(Self { rows: whole.rows.into_values().collect(), problem: whole.problem, bytes: whole.bytes })
     }
 
@@ -298,10 +298,10 @@ impl RunMetrics {
 mod tests {
     use super::*;
 
-    fn read(text: &str) -> WholeMetrics {
+    fn read(text: &str) -> FileMetrics {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join(METRICS), text).unwrap();
-        WholeMetrics::read(dir.path()).unwrap()
+        FileMetrics::read(dir.path()).unwrap()
     }
 
     fn losses(text: &str) -> Vec<(u64, f64)> {

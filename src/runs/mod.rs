@@ -52,7 +52,7 @@ pub use recorded::{RecordedRun, RecordedState};
 pub(crate) use redact_secrets::settings_without_secrets;
 pub use requests::RunRequest;
 pub use summary::{RunSummary, ValueAtStep};
-pub use tail::{RunNews, RunTail};
+pub use tail::{NewRunLines, RunTail};
 pub(crate) use writer::{LoadedFrom, RunStart, RunWriter, check_folder, job, restart};
 
 /// The variable with the folder of runs; `off` switches recording off.

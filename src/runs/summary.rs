@@ -4,7 +4,7 @@
 //! lengths of the files, and adds the lines that have been appended since. If the files are shorter, or if steps were
 //! repeated, the reader starts again from the beginning.
 
-use super::metrics::{FoundLine, LOSS, MetricsLine, MetricsRow, WholeMetrics};
+use super::metrics::{FileMetrics, LOSS, MetricsLine, MetricsRow, ParsedLine};
 use super::{EVENTS, FORMAT, MAX_FILE_BYTES, METRICS, SUMMARY, json_line_reader};
 use crate::error::{Error, Result};
 use crate::files;
@@ -126,7 +126,7 @@ impl RunSummary {
 
     /// Computes the summary from the complete files.
     pub(super) fn of_files(folder: &Path) -> Result<Self> {
-        let whole = WholeMetrics::read(folder)?;
+        let whole = FileMetrics::read(folder)?;
         let mut summary = Self {
             format: FORMAT,
             metrics_bytes: whole.bytes,
@@ -147,7 +147,7 @@ impl RunSummary {
     /// Adds the lines of metrics that have been appended.
     fn add_metrics(&mut self, folder: &Path) -> Result<std::result::Result<(), StepsRepeated>> {
         let mut repeated = false;
-        let mut add = |summary: &mut Self, line: FoundLine| match line.0 {
+        let mut add = |summary: &mut Self, line: ParsedLine| match line.0 {
             Some(MetricsLine::Session { from_step, time, .. }) => {
                 repeated |= from_step < summary.steps;
                 summary.begin_session(time);

@@ -1,6 +1,6 @@
 //! Reads the lines that have been appended to the files of a run since they were last read.
 
-use super::metrics::{FoundLine, MetricsLine};
+use super::metrics::{MetricsLine, ParsedLine};
 use super::{EARLIER_LOG, EVENTS, LAUNCH, LOG, METRICS, SAMPLES, json_line_reader};
 use crate::error::{Error, Result};
 use serde::de::DeserializeOwned;
@@ -8,10 +8,10 @@ use serde_json::{Map, Value};
 use std::io::{BufRead as _, ErrorKind, Read as _, Seek as _, SeekFrom};
 use std::path::{Path, PathBuf};
 
-/// The maximum number of bytes of a file that one call of [`RunTail::look`] reads. Older lines are skipped.
-const MAX_NEWS: u64 = 4 << 20;
-/// The maximum number of bytes of the log that one call of [`RunTail::look`] reads.
-const MAX_LOG_NEWS: u64 = 256 << 10;
+/// The maximum number of bytes of a file that one call of [`RunTail::read_new`] reads. Older lines are skipped.
+const MAX_NEW_BYTES: u64 = 4 << 20;
+/// The maximum number of bytes of the log that one call of [`RunTail::read_new`] reads.
+const MAX_NEW_LOG_BYTES: u64 = 256 << 10;
 
 /// A reader of the lines that are appended to the files of a run.
 #[derive(Debug, Clone)]
@@ -23,7 +23,7 @@ pub struct RunTail {
 /// The lines that have been appended.
 #[derive(Debug, Default)]
 #[non_exhaustive]
-pub struct RunNews {
+pub struct NewRunLines {
     /// The lines of `metrics.jsonl`.
     pub metrics: Vec<MetricsLine>,
     /// Whether lines of `metrics.jsonl` were skipped or the file was replaced, so that all metrics must be read again.
@@ -38,7 +38,7 @@ pub struct RunNews {
     pub log: Vec<String>,
 }
 
-impl RunNews {
+impl NewRunLines {
     /// Returns whether there is nothing new.
     pub fn is_empty(&self) -> bool {
         let Self { metrics, has_gap, events, samples, launch, log } = self;
@@ -66,7 +66,7 @@ impl RunTail {
         }
     }
 
-    /// Returns the positions from which the next call of [`look`](Self::look) reads.
+    /// Returns the positions from which the next call of [`read_new`](Self::read_new) reads.
     pub fn positions(&self) -> [u64; 5] {
         self.positions
     }
@@ -75,19 +75,19 @@ impl RunTail {
     ///
     /// # Errors
     /// A file cannot be read.
-    pub fn look(&mut self) -> Result<RunNews> {
-        let mut news = RunNews::default();
+    pub fn read_new(&mut self) -> Result<NewRunLines> {
+        let mut new_lines = NewRunLines::default();
         let [metrics, events, samples, launch, log] = &mut self.positions;
         let read_objects = |name: &str, at: &mut u64, lines: &mut Vec<Map<String, Value>>| {
             appended(&self.folder.join(name), at, &mut |line| lines.push(line))
         };
-        news.has_gap =
-            appended(&self.folder.join(METRICS), metrics, &mut |line: FoundLine| news.metrics.extend(line.0))?;
-        read_objects(EVENTS, events, &mut news.events)?;
-        read_objects(SAMPLES, samples, &mut news.samples)?;
-        read_objects(LAUNCH, launch, &mut news.launch)?;
-        news.log = appended_text(&self.folder, log)?;
-        Ok(news)
+        new_lines.has_gap =
+            appended(&self.folder.join(METRICS), metrics, &mut |line: ParsedLine| new_lines.metrics.extend(line.0))?;
+        read_objects(EVENTS, events, &mut new_lines.events)?;
+        read_objects(SAMPLES, samples, &mut new_lines.samples)?;
+        read_objects(LAUNCH, launch, &mut new_lines.launch)?;
+        new_lines.log = appended_text(&self.folder, log)?;
+        Ok(new_lines)
     }
 }
 
@@ -104,9 +104,9 @@ fn appended<T: DeserializeOwned>(path: &Path, position: &mut u64, on_line: &mut 
         return Ok(was_replaced);
     }
     let mut file = json_line_reader::open(path).map_err(wrong)?;
-    let skips_lines = len - *position > MAX_NEWS;
+    let skips_lines = len - *position > MAX_NEW_BYTES;
     if skips_lines {
-        *position = next_line(&mut file, len - MAX_NEWS).map_err(wrong)?;
+        *position = next_line(&mut file, len - MAX_NEW_BYTES).map_err(wrong)?;
     }
     *position = json_line_reader::complete_lines(file, *position, &mut |line: std::result::Result<T, String>| {
         line.into_iter().for_each(&mut *on_line)
@@ -122,10 +122,10 @@ fn appended_text(folder: &Path, position: &mut u64) -> Result<Vec<String>> {
     let wrong = |source| Error::Io { action: "read", path: path.clone(), source };
     let len = length(&path).map_err(wrong)?.unwrap_or_default();
     let mut lines = Vec::new();
-    let from_beginning = *position == 0 && len < MAX_LOG_NEWS;
+    let from_beginning = *position == 0 && len < MAX_NEW_LOG_BYTES;
     if len < *position || from_beginning {
         let end = length(&earlier).map_err(wrong)?.unwrap_or_default();
-        let start = if from_beginning { end.saturating_sub(MAX_LOG_NEWS - len) } else { *position };
+        let start = if from_beginning { end.saturating_sub(MAX_NEW_LOG_BYTES - len) } else { *position };
         if start < end {
             text_lines(&earlier, start, &mut lines).map_err(wrong)?;
         }
@@ -137,16 +137,16 @@ fn appended_text(folder: &Path, position: &mut u64) -> Result<Vec<String>> {
     Ok(lines)
 }
 
-/// Adds the complete lines of a text after a position, but only those in the last [`MAX_LOG_NEWS`] bytes. Returns the
-/// position after them.
+/// Adds the complete lines of a text after a position, but only those in the last [`MAX_NEW_LOG_BYTES`] bytes. Returns
+/// the position after them.
 fn text_lines(path: &Path, start: u64, lines: &mut Vec<String>) -> std::io::Result<u64> {
     let mut file = json_line_reader::open(path)?;
     let len = file.metadata()?.len();
-    let first = len.saturating_sub(MAX_LOG_NEWS);
+    let first = len.saturating_sub(MAX_NEW_LOG_BYTES);
     let start = if first > start { next_line(&mut file, first)? } else { start };
     file.seek(SeekFrom::Start(start))?;
     let mut bytes = Vec::new();
-    file.take(2 * MAX_LOG_NEWS).read_to_end(&mut bytes)?;
+    file.take(2 * MAX_NEW_LOG_BYTES).read_to_end(&mut bytes)?;
     let end = bytes.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
     lines.extend(String::from_utf8_lossy(&bytes[..end]).lines().map(str::to_owned));
     Ok(start + end as u64)
@@ -183,30 +183,31 @@ mod tests {
         file.write_all(text.as_bytes()).unwrap();
     }
 
-    fn steps(news: &RunNews) -> Vec<u64> {
+    fn steps(new_lines: &NewRunLines) -> Vec<u64> {
         let step = |line: &MetricsLine| match line {
             MetricsLine::Session { from_step, .. } => *from_step,
             MetricsLine::Values(row) => row.step,
         };
-        news.metrics.iter().map(step).collect()
+        new_lines.metrics.iter().map(step).collect()
     }
 
     #[test]
     fn each_line_is_seen_once_when_it_is_complete() {
         let dir = tempfile::tempdir().unwrap();
         let mut tail = RunTail::new(dir.path(), [0; 5]);
-        assert!(tail.look().unwrap().is_empty());
+        assert!(tail.read_new().unwrap().is_empty());
         append(dir.path(), METRICS, "{\"session\":1,\"from_step\":0}\n{\"step\":1,\"loss\":2}\n{\"st");
         append(dir.path(), EVENTS, "{\"event\":\"start\"}\nxx\n");
         append(dir.path(), LOG, "a\nb");
-        let news = tail.look().unwrap();
-        assert_eq!((steps(&news), news.has_gap, news.events.len(), news.log), (vec![0, 1], false, 1, vec!["a".into()]));
-        assert!(tail.look().unwrap().is_empty());
+        let new_lines = tail.read_new().unwrap();
+        assert_eq!((steps(&new_lines), new_lines.has_gap, new_lines.events.len()), (vec![0, 1], false, 1));
+        assert_eq!(new_lines.log, ["a"]);
+        assert!(tail.read_new().unwrap().is_empty());
         append(dir.path(), METRICS, "ep\":2,\"loss\":1}\n");
         append(dir.path(), LOG, "c\n");
-        let news = tail.look().unwrap();
-        assert_eq!((steps(&news), news.log), (vec![2], vec!["bc".into()]));
-        let again = RunTail::new(dir.path(), tail.positions()).look().unwrap();
+        let new_lines = tail.read_new().unwrap();
+        assert_eq!((steps(&new_lines), new_lines.log), (vec![2], vec!["bc".into()]));
+        let again = RunTail::new(dir.path(), tail.positions()).read_new().unwrap();
         assert!(again.is_empty(), "{again:?}");
     }
 
@@ -215,12 +216,12 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         append(dir.path(), METRICS, "{\"step\":1,\"loss\":2}\n{\"step\":2,\"loss\":2}\n");
         let mut tail = RunTail::new(dir.path(), [0; 5]);
-        assert!(!tail.look().unwrap().has_gap);
+        assert!(!tail.read_new().unwrap().has_gap);
         std::fs::write(dir.path().join(METRICS), "{\"step\":5,\"loss\":2}\n").unwrap();
-        let news = tail.look().unwrap();
-        assert_eq!((news.has_gap, steps(&news)), (true, vec![5]));
+        let new_lines = tail.read_new().unwrap();
+        assert_eq!((new_lines.has_gap, steps(&new_lines)), (true, vec![5]));
         std::fs::remove_file(dir.path().join(METRICS)).unwrap();
-        assert!(tail.look().unwrap().has_gap && tail.look().unwrap().is_empty());
+        assert!(tail.read_new().unwrap().has_gap && tail.read_new().unwrap().is_empty());
     }
 
     #[test]
@@ -228,14 +229,15 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let line = |step: u64| format!("{{\"step\":{step:08},\"loss\":2.5}}\n").replace(":0", ":1");
         let text: String = (0..200_000).map(line).collect();
-        assert!(text.len() as u64 > MAX_NEWS + 1000);
+        assert!(text.len() as u64 > MAX_NEW_BYTES + 1000);
         append(dir.path(), METRICS, &text);
         append(dir.path(), LOG, &"0123456789\n".repeat(100_000));
         let mut tail = RunTail::new(dir.path(), [0; 5]);
-        let news = tail.look().unwrap();
-        assert!(news.has_gap && news.metrics.len() > 100_000 && news.metrics.len() < 200_000);
-        assert!(news.log.iter().all(|line| line == "0123456789") && news.log.len() > 20_000 && news.log.len() < 30_000);
-        assert!(tail.look().unwrap().is_empty());
+        let new_lines = tail.read_new().unwrap();
+        assert!(new_lines.has_gap && new_lines.metrics.len() > 100_000 && new_lines.metrics.len() < 200_000);
+        let log = new_lines.log;
+        assert!(log.iter().all(|line| line == "0123456789") && log.len() > 20_000 && log.len() < 30_000);
+        assert!(tail.read_new().unwrap().is_empty());
     }
 
     #[test]
@@ -243,11 +245,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         append(dir.path(), LOG, "one\n");
         let mut tail = RunTail::new(dir.path(), [0; 5]);
-        assert_eq!(tail.look().unwrap().log, ["one"]);
+        assert_eq!(tail.read_new().unwrap().log, ["one"]);
         append(dir.path(), LOG, "two\n");
         std::fs::rename(dir.path().join(LOG), dir.path().join(EARLIER_LOG)).unwrap();
         append(dir.path(), LOG, "3\n");
-        assert_eq!(tail.look().unwrap().log, ["two", "3"]);
-        assert_eq!(RunTail::new(dir.path(), [0; 5]).look().unwrap().log, ["one", "two", "3"]);
+        assert_eq!(tail.read_new().unwrap().log, ["two", "3"]);
+        assert_eq!(RunTail::new(dir.path(), [0; 5]).read_new().unwrap().log, ["one", "two", "3"]);
     }
 }

@@ -141,8 +141,8 @@ impl RunWriter {
             created: start.time,
             command: command(plan),
             directory: directory.display().to_string(),
-            machine: RunMachine::here(),
-            versions: RunVersions::here(),
+            machine: RunMachine::current(),
+            versions: RunVersions::current(),
             git: GitRevision::of(&directory),
             world_size: start.world_size,
             total_steps: plan.total_steps,
@@ -413,7 +413,7 @@ fn create_folder(folder: &Path) -> Result<()> {
 
 /// Locks the folder of a run. Returns `None` if another process has locked it.
 fn lock(folder: &Path, timeout: Duration) -> Result<Option<FolderLock>> {
-    match FolderLock::ask(folder, timeout) {
+    match FolderLock::acquire(folder, timeout) {
         Ok(FolderLockOutcome::Held(lock)) => Ok(Some(lock)),
         Ok(FolderLockOutcome::Busy(_)) => Ok(None),
         Err(source) => Err(Error::Io { action: "lock", path: folder.to_owned(), source }),

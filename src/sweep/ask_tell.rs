@@ -2,7 +2,7 @@
 
 use super::error::SweepError;
 use super::pbt::{explored, generation_end, members, quantiles};
-use super::random::{DrawnFor, RandomStream};
+use super::random::{RandomPurpose, RandomStream};
 use super::search::next_parameters;
 use super::settings::{SweepSettings, TrialScheduler};
 use super::space::TrialParameters;
@@ -236,7 +236,7 @@ impl Sweep {
         let Some(step) = reached.filter(|step| is_end && step.is_multiple_of(every)) else { return };
         let (replaced, best) = quantiles(&self.trials, quantile, self.settings.goal);
         for number in replaced {
-            let mut random = RandomStream::new(self.settings.seed, DrawnFor::Branch(self.trials.len() + 1));
+            let mut random = RandomStream::new(self.settings.seed, RandomPurpose::Branch(self.trials.len() + 1));
             let donor = best[random.below(best.len() as u64) as usize];
             let parameters = &self.trials[donor - 1].parameters;
             let parameters = explored(&self.settings.space, parameters, resample, &mut random);

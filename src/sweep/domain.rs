@@ -243,7 +243,7 @@ fn rounded(number: f64) -> f64 {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::super::random::DrawnFor;
+    use super::super::random::RandomPurpose;
     use super::*;
     use proptest::prelude::*;
 
@@ -278,7 +278,7 @@ mod tests {
         #[test]
         fn drawn_perturbed_and_grid_values_are_in_the_domain(domain in domains(), seed: u64) {
             domain.check("x").unwrap();
-            let mut random = RandomStream::new(seed, DrawnFor::Trial(1));
+            let mut random = RandomStream::new(seed, RandomPurpose::Trial(1));
             for _ in 0..20 {
                 let drawn = domain.draw(&mut random);
                 prop_assert!(contains(&domain, &drawn), "{drawn}");
@@ -310,7 +310,7 @@ mod tests {
     #[test]
     fn every_value_of_a_finite_domain_is_drawn_about_equally_often() {
         for domain in [ParameterDomain::integer(3, 6), ParameterDomain::choice(["a", "b", "c", "d"])] {
-            let mut random = RandomStream::new(5, DrawnFor::Order);
+            let mut random = RandomStream::new(5, RandomPurpose::Order);
             let mut counts = std::collections::BTreeMap::new();
             (0..4000).for_each(|_| *counts.entry(domain.draw(&mut random).to_string()).or_insert(0) += 1);
             assert!(counts.len() == 4 && counts.values().all(|count| (850..1150).contains(count)), "{counts:?}");

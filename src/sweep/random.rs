@@ -6,7 +6,7 @@ use std::f64::consts::TAU;
 /// The purpose of random numbers. Each purpose and number has a separate stream, so that a decision does not depend on
 /// how many numbers earlier decisions have drawn.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum DrawnFor {
+pub(super) enum RandomPurpose {
     /// The parameters of the trial with this number.
     Trial(usize),
     /// The order in which a finite space is searched.
@@ -20,11 +20,11 @@ pub(super) enum DrawnFor {
 pub(super) struct RandomStream(u64);
 
 impl RandomStream {
-    pub fn new(seed: u64, purpose: DrawnFor) -> Self {
+    pub fn new(seed: u64, purpose: RandomPurpose) -> Self {
         let (kind, number) = match purpose {
-            DrawnFor::Trial(number) => (1, number),
-            DrawnFor::Order => (2, 0),
-            DrawnFor::Branch(number) => (3, number),
+            RandomPurpose::Trial(number) => (1, number),
+            RandomPurpose::Order => (2, 0),
+            RandomPurpose::Branch(number) => (3, number),
         };
         Self(mix(mix(seed ^ mix(kind)) ^ mix(number as u64)))
     }
@@ -58,7 +58,7 @@ mod tests {
 
     #[test]
     fn numbers_are_spread_evenly_and_streams_differ() {
-        let mut stream = RandomStream::new(1, DrawnFor::Trial(1));
+        let mut stream = RandomStream::new(1, RandomPurpose::Trial(1));
         let mean = (0..4000).map(|_| stream.unit()).sum::<f64>() / 4000.0;
         assert!((mean - 0.5).abs() < 0.02, "{mean}");
         let normal: Vec<f64> = (0..4000).map(|_| stream.normal()).collect();
@@ -67,7 +67,7 @@ mod tests {
         assert!(mean.abs() < 0.06 && (variance - 1.0).abs() < 0.1, "{mean} {variance}");
         assert!((0..1000).all(|_| stream.below(3) < 3));
         let first = |purpose| RandomStream::new(1, purpose).next();
-        assert_ne!(first(DrawnFor::Trial(1)), first(DrawnFor::Trial(2)));
-        assert_ne!(first(DrawnFor::Trial(1)), first(DrawnFor::Branch(1)));
+        assert_ne!(first(RandomPurpose::Trial(1)), first(RandomPurpose::Trial(2)));
+        assert_ne!(first(RandomPurpose::Trial(1)), first(RandomPurpose::Branch(1)));
     }
 }

@@ -1,6 +1,6 @@
 //! The choice of the next trial's parameters, for each searcher.
 
-use super::random::{DrawnFor, RandomStream};
+use super::random::{RandomPurpose, RandomStream};
 use super::settings::{SweepSearcher, SweepSettings, TrialScheduler};
 use super::space::TrialParameters;
 use super::tpe::{self, STARTUP_TRIALS};
@@ -12,7 +12,7 @@ const REDRAWS: usize = 100;
 
 /// Returns the parameters of the trial after `trials`.
 pub(super) fn next_parameters(settings: &SweepSettings, trials: &[SweepTrial]) -> TrialParameters {
-    let mut random = RandomStream::new(settings.seed, DrawnFor::Trial(trials.len() + 1));
+    let mut random = RandomStream::new(settings.seed, RandomPurpose::Trial(trials.len() + 1));
     let ranked = ranked(settings, trials);
     match settings.searcher {
         SweepSearcher::Grid => settings.space.combination(grid_index(settings, trials.len() as u64)),
@@ -27,7 +27,7 @@ pub(super) fn next_parameters(settings: &SweepSettings, trials: &[SweepTrial]) -
 fn grid_index(settings: &SweepSettings, previous: u64) -> u64 {
     match (settings.scheduler, settings.space.grid_count()) {
         (TrialScheduler::Asha { .. } | TrialScheduler::MedianStop { .. }, Some(count)) => {
-            permute(previous, count, RandomStream::new(settings.seed, DrawnFor::Order).next())
+            permute(previous, count, RandomStream::new(settings.seed, RandomPurpose::Order).next())
         }
         _ => previous,
     }
@@ -39,7 +39,7 @@ fn drawn(settings: &SweepSettings, trials: &[SweepTrial], random: &mut RandomStr
     match settings.space.count().filter(|_| !is_population) {
         None => settings.space.draw(random),
         Some(count) => {
-            let key = RandomStream::new(settings.seed, DrawnFor::Order).next();
+            let key = RandomStream::new(settings.seed, RandomPurpose::Order).next();
             let combinations = (0..count).map(|at| settings.space.combination(permute(at, count, key)));
             // Trials that were suggested may have taken some combinations.
             let mut free = combinations.take(trials.len() + 1).filter(|parameters| !is_taken(trials, parameters));

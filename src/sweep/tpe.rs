@@ -138,7 +138,7 @@ fn normal_cdf(x: f64) -> f64 {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::super::random::DrawnFor;
+    use super::super::random::RandomPurpose;
     use super::*;
 
     #[test]
@@ -176,7 +176,7 @@ mod tests {
             })
             .collect();
         let ranked: Vec<&TrialParameters> = trials.iter().collect();
-        let mut random = RandomStream::new(1, DrawnFor::Trial(1));
+        let mut random = RandomStream::new(1, RandomPurpose::Trial(1));
         let suggested: Vec<TrialParameters> = (0..20).map(|_| suggest(&space, &ranked, &mut random)).collect();
         let with_good_x = suggested.iter().filter(|one| one[0].1.as_f64().unwrap() < 0.25).count();
         let with_good_kind = suggested.iter().filter(|one| one[1].1 == "b").count();

@@ -146,7 +146,7 @@ pub(crate) fn to_bytes(tensor: &Tensor) -> Result<Vec<u8>> {
 
 /// Returns the number and type of the elements in a tensor's storage, regardless of its shape. Returns `None` for a
 /// tensor on a GPU, whose elements no operation replaces.
-pub(crate) fn held(tensor: &Tensor) -> Option<(usize, DType)> {
+pub(crate) fn stored_elements(tensor: &Tensor) -> Option<(usize, DType)> {
     match &*tensor.storage_and_layout().0 {
         Storage::Cpu(values) => {
             let dtype = values.dtype();

@@ -168,33 +168,33 @@ impl FlatBuffer {
 }
 
 impl ElementBuffer for FlatBuffer {
-    type Place = BufferDevice;
+    type Location = BufferDevice;
 
     fn host() -> BufferDevice {
         BufferDevice::Host
     }
 
-    fn is_device(place: &BufferDevice) -> bool {
-        !matches!(place, BufferDevice::Host)
+    fn is_device(location: &BufferDevice) -> bool {
+        !matches!(location, BufferDevice::Host)
     }
 
-    fn with_capacity(place: &BufferDevice, dtype: DType, capacity: usize) -> Result<Self> {
-        Ok(match place {
+    fn with_capacity(location: &BufferDevice, dtype: DType, capacity: usize) -> Result<Self> {
+        Ok(match location {
             BufferDevice::Host => Self::Host(Flat::with_capacity(dtype, capacity)),
             #[cfg(feature = "cuda")]
             BufferDevice::Device(device) => Self::Device(DeviceFlat::with_capacity(device, dtype, capacity)?),
         })
     }
 
-    fn zeros(place: &BufferDevice, dtype: DType, len: usize) -> Result<Self> {
-        Ok(match place {
+    fn zeros(location: &BufferDevice, dtype: DType, len: usize) -> Result<Self> {
+        Ok(match location {
             BufferDevice::Host => Self::Host(Flat::zeros(dtype, len)),
             #[cfg(feature = "cuda")]
             BufferDevice::Device(device) => Self::Device(DeviceFlat::zeros(device, dtype, len)?),
         })
     }
 
-    fn place(&self) -> BufferDevice {
+    fn location(&self) -> BufferDevice {
         match self {
             Self::Host(_) => BufferDevice::Host,
             #[cfg(feature = "cuda")]
@@ -245,8 +245,8 @@ impl ElementBuffer for FlatBuffer {
         Ok(())
     }
 
-    fn moved_to(self, place: &BufferDevice) -> Result<Self> {
-        Ok(match (self, place) {
+    fn move_to(self, location: &BufferDevice) -> Result<Self> {
+        Ok(match (self, location) {
             (buffer @ Self::Host(_), BufferDevice::Host) => buffer,
             #[cfg(feature = "cuda")]
             (Self::Host(flat), BufferDevice::Device(device)) => Self::Device(DeviceFlat::of(device, flat.as_ref())?),
@@ -307,7 +307,7 @@ impl ElementBuffer for FlatBuffer {
             (Self::Host(sum), Self::Host(other)) => {
                 sum.slice_mut(to..to + from.len()).add_scaled(other.slice(from), factor);
             }
-            (Self::Device(sum), Self::Device(other)) => sum.add_scaled(to, &other.part(from)?, factor)?,
+            (Self::Device(sum), Self::Device(other)) => sum.add_scaled(to, &other.slice(from)?, factor)?,
             _ => unreachable!("{NEEDS_SAME_MEMORY}"),
         }
         Ok(())
@@ -319,7 +319,7 @@ impl ElementBuffer for FlatBuffer {
             let sum = |(buffer, range): &(&Self, Range<usize>)| sum_of_squares(buffer.slice(range.clone()));
             return Ok(parts.iter().map(sum).collect());
         };
-        let arrays = parts.iter().map(|(buffer, range)| buffer.on_device().part(range.clone()));
+        let arrays = parts.iter().map(|(buffer, range)| buffer.on_device().slice(range.clone()));
         Ok(crate::cuda::sums_of_squares(first.device(), &arrays.collect::<candle_core::Result<Vec<_>>>()?)?)
     }
 }

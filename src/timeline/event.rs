@@ -142,7 +142,7 @@ pub(super) struct TimelineEvent {
     pub kind: EventCategory,
     pub name: &'static str,
     /// The subject of the work, such as a unit or parameters.
-    pub of: Option<Arc<str>>,
+    pub subject: Option<Arc<str>>,
     /// Named numbers; entries with an empty name are ignored.
     pub numbers: [(&'static str, u64); 2],
 }
@@ -150,10 +150,10 @@ pub(super) struct TimelineEvent {
 impl TimelineEvent {
     /// Appends the event's line to `text`.
     pub fn write(&self, text: &mut String) {
-        let Self { start, end, rank, lane, kind, name, of, numbers } = self;
-        let title = match of {
+        let Self { start, end, rank, lane, kind, name, subject, numbers } = self;
+        let title = match subject {
             // Parameter names may contain any character.
-            Some(of) => Value::from(format!("{name} {of}")).to_string(),
+            Some(subject) => Value::from(format!("{name} {subject}")).to_string(),
             None => format!("\"{name}\""),
         };
         // Writing to a String cannot fail.
@@ -203,26 +203,28 @@ impl<'a> EventLine<'a> {
 mod tests {
     use super::*;
 
-    fn event(of: Option<&str>, numbers: [(&'static str, u64); 2]) -> TimelineEvent {
-        let (kind, name, of) = (EventCategory::Collective, "all_gather", of.map(Arc::from));
-        TimelineEvent { start: 5, end: 9, rank: 3, lane: TimelineLane::Collectives.number(0), kind, name, of, numbers }
+    fn event(subject: Option<&str>, numbers: [(&'static str, u64); 2]) -> TimelineEvent {
+        let (kind, name, subject) = (EventCategory::Collective, "all_gather", subject.map(Arc::from));
+        let lane = TimelineLane::Collectives.number(0);
+        TimelineEvent { start: 5, end: 9, rank: 3, lane, kind, name, subject, numbers }
     }
 
     #[test]
     fn a_line_is_read_as_it_was_written() {
-        for (of, numbers) in [
+        for (subject, numbers) in [
             (None, [("", 0), ("", 0)]),
             (Some("h.3 \"\n x"), [("bytes", 7), ("queued_us", u64::MAX)]),
             (Some(""), [("", 0), ("bytes", 1)]),
         ] {
             let mut text = String::new();
-            event(of, numbers).write(&mut text);
+            event(subject, numbers).write(&mut text);
             assert_eq!(text.lines().count(), 1, "{text}");
             let Some(EventLine::Event { start: 5, end: 9, rank: 3, lane: 2, rest }) = EventLine::read(&text) else {
                 panic!("{text}")
             };
             let rest: Value = serde_json::from_str(&format!("{{{rest}}}")).unwrap();
-            assert_eq!(rest["name"], of.map_or("all_gather".to_string(), |of| format!("all_gather {of}")));
+            let title = subject.map_or("all_gather".to_string(), |subject| format!("all_gather {subject}"));
+            assert_eq!(rest["name"], title);
             assert_eq!(rest["cat"], "collective");
             let named = numbers.iter().filter(|(name, _)| !name.is_empty());
             assert_eq!(rest["args"].as_object().unwrap().len(), named.clone().count());

@@ -5,7 +5,7 @@ use super::job_timeline::PART_PREFIX;
 use super::now;
 use super::trace::{cannot_write, check_earlier, write_trace};
 use crate::error::Result;
-use crate::files::{folder_of, new_beside};
+use crate::files::{folder_of, new_temp_file};
 use crate::notice::{emit, warn};
 use crate::util::lock;
 use std::fmt::Write as _;
@@ -80,7 +80,7 @@ impl EventSink {
         }
         let file = match &destination {
             SinkDestination::Part { folder } => {
-                let file = new_beside(folder, PART_PREFIX).and_then(|part| Ok(part.keep()?.0));
+                let file = new_temp_file(folder, PART_PREFIX).and_then(|part| Ok(part.keep()?.0));
                 file.map_err(|e| cannot_write(folder, &e))?
             }
             SinkDestination::Trace { file } if file.is_dir() => {
@@ -200,7 +200,7 @@ mod tests {
 
     fn event(start: u64) -> TimelineEvent {
         let (kind, lane, numbers) = (EventCategory::Unit, TimelineLane::Training.number(0), [("", 0); 2]);
-        TimelineEvent { start, end: start + 1, rank: 0, lane, kind, name: "forward", of: None, numbers }
+        TimelineEvent { start, end: start + 1, rank: 0, lane, kind, name: "forward", subject: None, numbers }
     }
 
     fn sink(file: File, max_events: usize) -> EventSink {

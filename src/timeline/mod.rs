@@ -21,7 +21,7 @@ pub(crate) use event::{EventCategory, TimelineLane};
 pub use job_timeline::JobTimeline;
 pub(crate) use recorder::TimelineRecorder;
 pub(crate) use thread_spans::{
-    CarriedContext, TimelineSpan, about, carry, end_section, enter, is_recording, section, sections, span,
+    CarriedContext, TimelineSpan, carry, end_section, enter, is_recording, section, sections, set_subject, span,
 };
 
 /// The environment variable that names the file to which this process writes its own timeline.

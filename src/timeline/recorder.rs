@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 static RECORDERS: AtomicUsize = AtomicUsize::new(0);
 
 /// Returns whether any engine of this process records.
-pub(super) fn any_records() -> bool {
+pub(super) fn is_any_recording() -> bool {
     RECORDERS.load(Ordering::Relaxed) > 0
 }
 

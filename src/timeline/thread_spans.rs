@@ -2,7 +2,7 @@
 
 use super::event::{EventCategory, TimelineEvent, TimelineLane};
 use super::now;
-use super::recorder::{EngineTrack, TimelineRecorder, any_records};
+use super::recorder::{EngineTrack, TimelineRecorder, is_any_recording};
 use std::cell::RefCell;
 use std::sync::Arc;
 #[cfg(feature = "cuda")]
@@ -14,7 +14,7 @@ struct ThreadContext {
     /// The engine that the thread works for, and the thread's lane in it.
     track: Option<(Arc<EngineTrack>, TimelineLane)>,
     /// The subject of the work.
-    of: Option<Arc<str>>,
+    subject: Option<Arc<str>>,
     /// The sections that have not ended, the outermost first.
     sections: Vec<TimelineSpan>,
 }
@@ -25,7 +25,7 @@ thread_local! {
 
 /// Returns whether the current thread works for an engine that records.
 pub(crate) fn is_recording() -> bool {
-    any_records() && CURRENT.with_borrow(|context| context.track.is_some())
+    is_any_recording() && CURRENT.with_borrow(|context| context.track.is_some())
 }
 
 /// An event that lasts from the span's creation to its end; empty if nothing is recorded.
@@ -42,22 +42,22 @@ impl TimelineSpan {
         let (rank, lane, start) = (track.rank, lane.number(track.engine), now());
         Self(Some((
             track,
-            TimelineEvent { start, end: start, rank, lane, kind, name, of: None, numbers: [("", 0); 2] },
+            TimelineEvent { start, end: start, rank, lane, kind, name, subject: None, numbers: [("", 0); 2] },
         )))
     }
 
     /// Sets the subject of the work.
-    pub fn of(mut self, of: impl FnOnce() -> String) -> Self {
+    pub fn with_subject(mut self, subject: impl FnOnce() -> String) -> Self {
         if let Some((_, event)) = &mut self.0 {
-            event.of = Some(of().into());
+            event.subject = Some(subject().into());
         }
         self
     }
 
     /// Sets the subject of the work to that of the context in which the work was handed over.
-    pub fn of_carried(mut self, carried: &CarriedContext) -> Self {
+    pub fn with_subject_of(mut self, carried: &CarriedContext) -> Self {
         if let (Some((_, event)), Some(carried)) = (&mut self.0, &carried.0) {
-            event.of = carried.of.clone();
+            event.subject = carried.subject.clone();
         }
         self
     }
@@ -93,7 +93,7 @@ impl TimelineRecorder {
 
 /// Begins an event of the current thread.
 pub(crate) fn span(kind: EventCategory, name: &'static str) -> TimelineSpan {
-    if !any_records() {
+    if !is_any_recording() {
         return TimelineSpan::default();
     }
     CURRENT.with_borrow(|context| {
@@ -101,13 +101,13 @@ pub(crate) fn span(kind: EventCategory, name: &'static str) -> TimelineSpan {
     })
 }
 
-/// Sets `of` as the subject of work that the current thread hands over until the guard is dropped.
-pub(crate) fn about(of: impl FnOnce() -> String) -> SubjectGuard {
+/// Sets `subject` as the subject of work that the current thread hands over until the guard is dropped.
+pub(crate) fn set_subject(subject: impl FnOnce() -> String) -> SubjectGuard {
     if !is_recording() {
         return SubjectGuard(None);
     }
-    let of = Some(of().into());
-    SubjectGuard(Some(CURRENT.with_borrow_mut(|context| std::mem::replace(&mut context.of, of))))
+    let subject = Some(subject().into());
+    SubjectGuard(Some(CURRENT.with_borrow_mut(|context| std::mem::replace(&mut context.subject, subject))))
 }
 
 /// A guard that restores the previous subject when dropped.
@@ -117,7 +117,7 @@ pub(crate) struct SubjectGuard(Option<Option<Arc<str>>>);
 impl Drop for SubjectGuard {
     fn drop(&mut self) {
         if let Some(previous) = self.0.take() {
-            CURRENT.with_borrow_mut(|context| context.of = previous);
+            CURRENT.with_borrow_mut(|context| context.subject = previous);
         }
     }
 }
@@ -179,8 +179,8 @@ pub(crate) fn end_section() {
 }
 
 /// Begins the next section of this level: an event that lasts until the next section.
-pub(crate) fn section(kind: EventCategory, name: &'static str, of: impl FnOnce() -> String) {
-    replace_section(|| span(kind, name).of(of));
+pub(crate) fn section(kind: EventCategory, name: &'static str, subject: impl FnOnce() -> String) {
+    replace_section(|| span(kind, name).with_subject(subject));
 }
 
 fn replace_section(next: impl FnOnce() -> TimelineSpan) {
@@ -199,20 +199,20 @@ pub(crate) struct CarriedContext(Option<Arc<CarriedFields>>);
 
 struct CarriedFields {
     track: Arc<EngineTrack>,
-    of: Option<Arc<str>>,
+    subject: Option<Arc<str>>,
     /// The time at which the work was handed over.
     queued_at: u64,
 }
 
 /// Returns the context for work that the current thread hands over.
 pub(crate) fn carry() -> CarriedContext {
-    if !any_records() {
+    if !is_any_recording() {
         return CarriedContext::default();
     }
     CURRENT.with_borrow(|context| {
         let fields = |(track, _): &(Arc<EngineTrack>, TimelineLane)| CarriedFields {
             track: track.clone(),
-            of: context.of.clone(),
+            subject: context.subject.clone(),
             queued_at: now(),
         };
         CarriedContext(context.track.as_ref().map(fields).map(Arc::new))
@@ -223,7 +223,7 @@ impl CarriedContext {
     /// Begins an event of the work, with the number of microseconds for which the work has waited.
     pub fn span(&self, lane: TimelineLane, kind: EventCategory, name: &'static str) -> TimelineSpan {
         let Some(fields) = &self.0 else { return TimelineSpan::default() };
-        let mut span = TimelineSpan::begin((fields.track.clone(), lane), kind, name).of_carried(self);
+        let mut span = TimelineSpan::begin((fields.track.clone(), lane), kind, name).with_subject_of(self);
         if let Some((_, event)) = &mut span.0 {
             event.numbers[0] = ("queued_us", (event.start - fields.queued_at) / 1000);
         }
@@ -232,7 +232,7 @@ impl CarriedContext {
 
     /// Records finished work, with its start and end times and a number that is shown with it.
     #[cfg(feature = "cuda")]
-    pub fn past(
+    pub fn record_finished(
         &self,
         lane: TimelineLane,
         kind: EventCategory,
@@ -243,9 +243,10 @@ impl CarriedContext {
         let Some(fields) = &self.0 else { return };
         let (now, instant) = (now(), Instant::now());
         let [start, end] = times.map(|time| now.saturating_sub(instant.duration_since(time).as_nanos() as u64));
-        let CarriedFields { track, of, .. } = &**fields;
-        let (rank, lane, of, numbers) = (track.rank, lane.number(track.engine), of.clone(), [number, ("", 0)]);
-        track.sink.record(TimelineEvent { start, end, rank, lane, kind, name, of, numbers });
+        let CarriedFields { track, subject, .. } = &**fields;
+        let (rank, lane, subject) = (track.rank, lane.number(track.engine), subject.clone());
+        let numbers = [number, ("", 0)];
+        track.sink.record(TimelineEvent { start, end, rank, lane, kind, name, subject, numbers });
     }
 
     /// Makes the current thread work for the engine of this context until the guard is dropped.

@@ -3,7 +3,7 @@
 
 use super::event::{EventLine, TimelineLane};
 use crate::error::{Error, MonitorError, Result};
-use crate::files::{AtomicFile, only_earlier};
+use crate::files::{AtomicFile, check_replaceable};
 use crate::util::{counted, is_or_are};
 use memmap2::Mmap;
 use std::collections::BTreeSet;
@@ -37,7 +37,7 @@ impl fmt::Display for TraceSummary {
 
 /// Rejects an existing file that is not an earlier trace.
 pub(super) fn check_earlier(file: &Path) -> std::io::Result<()> {
-    only_earlier(file, b"{\"displayTimeUnit\":\"ms\",\"otherData\":{\"dropped_events\":", "timeline")
+    check_replaceable(file, b"{\"displayTimeUnit\":\"ms\",\"otherData\":{\"dropped_events\":", "timeline")
 }
 
 /// Combines the lines of `parts` into `file`, which appears only when it is complete. Times are counted from `zero`.
@@ -61,7 +61,7 @@ pub(super) fn write_trace(parts: &[&File], zero: u64, file: &Path) -> Result<Tra
     events.sort_unstable_by_key(|(start, end, rank, lane, _)| (*start, *end, *rank, *lane));
 
     check_earlier(file).map_err(wrong)?;
-    let mut new = AtomicFile::beside(file).map_err(wrong)?;
+    let mut new = AtomicFile::create_for(file).map_err(wrong)?;
     let mut out = BufWriter::new(new.file());
     let mut write = || -> std::io::Result<()> {
         write!(out, "{{\"displayTimeUnit\":\"ms\",\"otherData\":{{\"dropped_events\":{dropped}}},\"traceEvents\":[")?;

@@ -13,7 +13,7 @@ use crate::memory::MemoryLedger;
 use crate::offload::{FileIo, WindowSettings};
 use crate::param::{Param, ParamId};
 use crate::tensor::flat_buffer::{BufferDevice, FlatBuffer};
-use crate::tensor::host_slice::with_part;
+use crate::tensor::host_slice::with_host_slice;
 use crate::tensor::residency;
 use crate::util::lock;
 use std::ops::Range;
@@ -25,12 +25,12 @@ impl ShareStorage for RankCore {
     type Buffer = FlatBuffer;
     type Files = FileIo;
 
-    fn share_place(&self) -> &BufferDevice {
-        &self.share_place
+    fn share_location(&self) -> &BufferDevice {
+        &self.share_location
     }
 
-    fn model_place(&self) -> &BufferDevice {
-        &self.model_place
+    fn model_location(&self) -> &BufferDevice {
+        &self.model_location
     }
 
     fn files(&self) -> Option<&FileIo> {
@@ -66,8 +66,8 @@ impl StepExecutor for RankCore {
         lock(&self.groups)
     }
 
-    fn place(&self, param: ParamId) -> (usize, usize) {
-        self.place_of(param)
+    fn slot_of(&self, param: ParamId) -> (usize, usize) {
+        Self::slot_of(self, param)
     }
 
     fn windows(&self) -> WindowSettings {
@@ -107,10 +107,10 @@ impl StepExecutor for RankCore {
             return copies.send(kind, buffer, to, capacity);
         }
         _ = (kind, to, capacity);
-        Ok(DeviceCopy::There(buffer))
+        Ok(DeviceCopy::Complete(buffer))
     }
 
-    fn arrived(&self, copy: DeviceCopy) -> Result<FlatBuffer> {
+    fn wait_for_copy(&self, copy: DeviceCopy) -> Result<FlatBuffer> {
         copy.wait()
     }
 
@@ -124,10 +124,10 @@ impl StepExecutor for RankCore {
 
     fn copy(&self, param: &Param, range: Range<usize>, to: &mut FlatBuffer) -> Result<()> {
         match to {
-            FlatBuffer::Host(to) => Ok(with_part(&param.tensor, range, |values| to.extend_cast(values))?),
+            FlatBuffer::Host(to) => Ok(with_host_slice(&param.tensor, range, |values| to.extend_cast(values))?),
             #[cfg(feature = "cuda")]
             FlatBuffer::Device(to) => {
-                Ok(with_each([&param.tensor], "copy", |[values]| to.extend(&values.part(range)?))?)
+                Ok(with_each([&param.tensor], "copy", |[values]| to.extend(&values.slice(range)?))?)
             }
         }
     }

@@ -17,8 +17,8 @@ use super::model_buffers::{ModelBuffers, SavedBuffers};
 use super::rank_core::RankCore;
 use super::reduce::divided_backward::WaitingGradients;
 use crate::error::Result;
-use crate::graph::precomputed_op::{copy_of, prepared};
-use crate::graph::{Grad, abandon, deferring, node_of, once, without_gradients};
+use crate::graph::precomputed_op::{apply_precomputed, copy_storage};
+use crate::graph::{Grad, abandon, node_of, with_deferred_weight_gradients, with_single_backward, without_gradients};
 use crate::param::{ParamId, ROOT, UnitId};
 use crate::precision::Flat;
 use crate::tensor::residency;
@@ -41,7 +41,7 @@ impl RankCore {
     pub fn forward(self: &Arc<Self>, run: impl FnOnce() -> candle_core::Result<Tensor>) -> Result<Tensor> {
         self.begin_call()?;
         if !self.is_evaluating() {
-            if self.buffers.are_taken_in_forward() {
+            if self.buffers.are_exchanged_before_forward() {
                 count_collective_step();
             }
             self.buffers.before_forward(self.comm())?;
@@ -67,7 +67,7 @@ impl RankCore {
     /// passes other than the engine's.
     fn begin_call(&self) -> Result<()> {
         self.forget_failure();
-        lock(&self.gather).release_passed(self)
+        lock(&self.gather).release_after_other_backward(self)
     }
 
     /// Makes a backward pass other than the engine's gather the root's parameters first. The engine's own backward pass
@@ -106,7 +106,7 @@ impl RankCore {
         let gpu_span = super::gpu::gpu_timeline::GpuTimelineSpan::begin(self)?;
         let variable_grads = self.differentiate(loss).map_err(|e| self.explain(e))?;
         if is_complete {
-            self.judge_reached(loss)?;
+            self.check_reached(loss)?;
         }
         #[cfg(feature = "cuda")]
         let gpu_span = gpu_span.map(super::gpu::gpu_timeline::GpuTimelineSpan::end).transpose()?;
@@ -121,7 +121,7 @@ impl RankCore {
         let _sections = timeline::sections();
         let _guard = ThreadIdGuard::with(&self.backward_on, Some(thread::current().id()));
         self.begin_backward(ROOT)?;
-        once(|| on_big_stack(|| scalar.backward()))
+        with_single_backward(|| on_big_stack(|| scalar.backward()))
     }
 
     /// Reduces the remaining gradients, unless they are kept unreduced, and releases all parameters except the
@@ -136,7 +136,7 @@ impl RankCore {
             }
             self.release_all()
         };
-        end().map_err(|error| self.naming_what_is_held(error))
+        end().map_err(|error| self.explain_out_of_memory(error))
     }
 
     /// Differentiates a part of a model like [`backward`](Self::backward), and also returns the gradient of `param`
@@ -151,7 +151,8 @@ impl RankCore {
     pub fn backward_inputs(&self, scalar: &Tensor) -> Result<(GradStore, WaitingGradients)> {
         self.begin_call()?;
         abandon();
-        let (variable_grads, waiting) = self.divided.during(|| deferring(|| self.differentiate(scalar)));
+        let (variable_grads, waiting) =
+            self.divided.during(|| with_deferred_weight_gradients(|| self.differentiate(scalar)));
         let variable_grads = variable_grads.map_err(|e| self.explain(e))?;
         self.release_all()?;
         Ok((variable_grads, waiting))
@@ -193,15 +194,15 @@ impl RankCore {
     pub fn end_step(&self, weights_changed: bool) -> Result<()> {
         lock(&self.gradients).clear(self);
         self.buffers.after_step(self.comm())?;
-        lock(&self.gather).release_passed(self)?;
+        lock(&self.gather).release_after_other_backward(self)?;
         if weights_changed { self.refresh() } else { Ok(()) }
     }
 
     /// Gathers the persistent parameters again after weights have changed.
     pub fn refresh(&self) -> Result<()> {
         let mut gather = lock(&self.gather);
-        gather.release_passed(self)?;
-        gather.refresh_persistent(self).map_err(|error| self.naming_what_is_held(error))?;
+        gather.release_after_other_backward(self)?;
+        gather.refresh_persistent(self).map_err(|error| self.explain_out_of_memory(error))?;
         drop(gather);
         self.remember_weights()
     }
@@ -238,11 +239,11 @@ impl RankCore {
     }
 
     /// Reports that a backward pass other than the engine's no longer needs a parameter.
-    pub(super) fn passed_by(&self, param: ParamId) -> candle_core::Result<()> {
+    pub(super) fn no_longer_needed(&self, param: ParamId) -> candle_core::Result<()> {
         if !self.shards_params() {
             return Ok(());
         }
-        let release = || lock(&self.gather).release_passed_param(self, param);
+        let release = || lock(&self.gather).release_param_after_other_backward(self, param);
         self.unshift_passed(param).and_then(|()| release()).map_err(|e| self.stash(e))
     }
 
@@ -271,7 +272,7 @@ impl RankCore {
     pub(super) fn begin_backward(&self, unit: UnitId) -> candle_core::Result<()> {
         if !self.is_in_backward() {
             // If this backward pass is part of a forward pass that runs for a check, the unit's parameters are moved.
-            let pass = || lock(&self.gather).pass(self, unit).and_then(|()| self.shift_unit(unit));
+            let pass = || lock(&self.gather).enter_other_backward(self, unit).and_then(|()| self.shift_unit(unit));
             return if self.shards_params() { pass().map_err(|e| self.stash(e)) } else { Ok(()) };
         }
         timeline::end_section();
@@ -282,7 +283,7 @@ impl RankCore {
 
     /// Opens a span in the timeline for a unit's forward pass, which begins now.
     pub(super) fn forward_span(&self, unit: UnitId) -> TimelineSpan {
-        timeline::span(timeline::EventCategory::Unit, "forward").of(|| self.unit_name(unit))
+        timeline::span(timeline::EventCategory::Unit, "forward").with_subject(|| self.unit_name(unit))
     }
 
     /// Reports that a unit's forward pass has ended.
@@ -306,8 +307,8 @@ impl RankCore {
         forward: impl FnOnce() -> candle_core::Result<F>,
         backward: impl FnOnce(F) -> candle_core::Result<T>,
     ) -> candle_core::Result<T> {
-        let passes = !self.is_in_backward();
-        lock(&self.gather).nest(passes);
+        let inside_other_backward = !self.is_in_backward();
+        lock(&self.gather).nest(inside_other_backward);
         let _sections = timeline::sections();
         let forward_again = || {
             // If the model itself differentiates something in its forward pass, that is not the engine's backward pass.
@@ -315,7 +316,7 @@ impl RankCore {
             forward()
         };
         let result = self.begin_backward(unit).and_then(|()| forward_again()).and_then(backward);
-        let released = lock(&self.gather).unnest(self, unit, passes).map_err(|e| self.stash(e));
+        let released = lock(&self.gather).unnest(self, unit, inside_other_backward).map_err(|e| self.stash(e));
         result.and_then(|result| released.map(|()| result))
     }
 
@@ -369,11 +370,11 @@ pub(super) fn before_backward(
     hook: impl Fn() -> candle_core::Result<()> + Send + Sync + 'static,
 ) -> candle_core::Result<Tensor> {
     // A parameter is not the result of an operation that could run hooks.
-    if let Some(node) = node_of(&tensor).filter(|node| !node.slot.is_behind_a_gate()) {
+    if let Some(node) = node_of(&tensor).filter(|node| !node.slot.has_gate()) {
         node.slot.before_backward(Box::new(hook));
         return Ok(tensor);
     }
-    prepared(name, &tensor, copy_of(&tensor)?, move |_, grad| {
+    apply_precomputed(name, &tensor, copy_storage(&tensor)?, move |_, grad| {
         hook()?;
         Ok(Some(grad.clone()))
     })
@@ -382,7 +383,7 @@ pub(super) fn before_backward(
 /// Methods for buffers, and for layers that compute together with those of other ranks.
 impl RankCore {
     /// Collective: gathers a few numbers from every rank, in rank order.
-    pub fn numbers_of_all(&self, numbers: Vec<f64>) -> candle_core::Result<Vec<Vec<f64>>> {
+    pub fn gather_numbers(&self, numbers: Vec<f64>) -> candle_core::Result<Vec<Vec<f64>>> {
         count_collective_step();
         self.comm().gather_f64(numbers).wait().map_err(|e| self.stash(e))
     }
@@ -398,20 +399,20 @@ impl RankCore {
     }
 
     /// Runs a unit's forward pass, and saves the previous values of the buffers that it changes.
-    pub(super) fn keeping_buffers<T>(
+    pub(super) fn saving_buffers<T>(
         &self,
         unit: UnitId,
         forward: impl FnOnce() -> candle_core::Result<T>,
     ) -> candle_core::Result<(T, SavedBuffers)> {
         let before = self.buffers.of_unit(unit).map_err(|e| self.stash(e))?;
         let result = forward()?;
-        let saved = self.buffers.that_changed(before).map_err(|e| self.stash(e))?;
+        let saved = self.buffers.changed_since(before).map_err(|e| self.stash(e))?;
         Ok((result, saved))
     }
 
     /// Runs a unit's forward pass again with the buffers that the first forward pass found, and restores their current
     /// values afterwards.
-    pub(super) fn with_buffers_of_then<T>(
+    pub(super) fn with_saved_buffers<T>(
         &self,
         saved: &SavedBuffers,
         forward: impl FnOnce() -> candle_core::Result<T>,

@@ -41,7 +41,7 @@ impl ModelBuffers {
     }
 
     /// Returns whether ranks exchange buffers before each training forward pass.
-    pub(super) fn are_taken_in_forward(&self) -> bool {
+    pub(super) fn are_exchanged_before_forward(&self) -> bool {
         self.sync == BufferSync::FromRankZero && !self.list.is_empty()
     }
 
@@ -125,7 +125,7 @@ impl ModelBuffers {
     }
 
     /// Returns only the saved values of buffers that have changed since.
-    pub(super) fn that_changed(&self, SavedBuffers(mut saved): SavedBuffers) -> Result<SavedBuffers> {
+    pub(super) fn changed_since(&self, SavedBuffers(mut saved): SavedBuffers) -> Result<SavedBuffers> {
         let mut failure = Ok(());
         saved.retain(|(number, previous)| match self.list[*number].bytes() {
             Ok(current) => current != *previous,

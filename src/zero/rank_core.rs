@@ -16,7 +16,7 @@ use super::reduce::divided_backward::DividedBackward;
 use super::reduce::gradient_reducer::{GradientReducer, ReducePlan};
 use super::reduce::unreduced_gradients::UnreducedGradients;
 use super::share::share_plan::SharePlan;
-use super::share::sub_group::{SubGroup, places};
+use super::share::sub_group::{SubGroup, param_slots};
 use super::step::pipeline_vote::PipelineContext;
 use super::step_executor::StepExecutor;
 #[cfg(feature = "cuda")]
@@ -36,7 +36,7 @@ use crate::param::gradient_capture::GradientSink;
 use crate::param::{BufferSync, ModelBuffer, Param, ParamId, ROOT, UnitId};
 use crate::tensor::flat_buffer::BufferDevice;
 use crate::tensor::residency;
-use crate::util::{binary, list, lock, unpoisoned};
+use crate::util::{format_bytes, list, lock, unpoisoned};
 use candle_core::DType;
 #[cfg(feature = "cuda")]
 use candle_core::cuda_backend::WrapErr;
@@ -63,9 +63,9 @@ pub(crate) struct RankCore {
     /// The memory tier of complete parameters.
     pub(super) tensor_tier: MemoryTier,
     /// The memory that holds this rank's share, unless the share is in files.
-    pub(super) share_place: BufferDevice,
+    pub(super) share_location: BufferDevice,
     /// The device on which the model computes.
-    pub(super) model_place: BufferDevice,
+    pub(super) model_location: BufferDevice,
     /// The copy queues between the host and the GPU on which the model computes.
     #[cfg(feature = "cuda")]
     pub(super) copies: Option<DeviceCopyQueues>,
@@ -88,7 +88,7 @@ pub(crate) struct RankCore {
     pub(super) leaves: Vec<LeafPosition>,
     pub(super) buffers: ModelBuffers,
     /// The sub-group and the slot of each parameter.
-    pub(super) places: RwLock<Vec<(usize, usize)>>,
+    pub(super) param_slots: RwLock<Vec<(usize, usize)>>,
     pub(super) share_plan: SharePlan,
     /// The parameters that each unit uses, including those of other units.
     used_by: Vec<BTreeSet<ParamId>>,
@@ -215,8 +215,8 @@ impl GradientSink for EngineLink {
         self.core().is_some_and(|core| core.is_in_backward())
     }
 
-    fn passed_by(&self, param: ParamId) -> candle_core::Result<()> {
-        self.core().map_or(Ok(()), |core| core.passed_by(param))
+    fn no_longer_needed(&self, param: ParamId) -> candle_core::Result<()> {
+        self.core().map_or(Ok(()), |core| core.no_longer_needed(param))
     }
 
     fn gradient_arrived(&self, param: ParamId, grad: DeferredGradient) -> candle_core::Result<()> {
@@ -229,11 +229,12 @@ impl GradientSink for EngineLink {
 }
 
 /// Returns the error, or, if a GPU has run out of memory, an error that lists the parts of the model in its memory.
-pub(crate) fn naming_what_is_held(error: Error, ledger: &MemoryLedger, rank: usize) -> Error {
+pub(crate) fn explain_out_of_memory(error: Error, ledger: &MemoryLedger, rank: usize) -> Error {
     match error {
         Error::Candle(error) if residency::is_out_of_memory(&error) => {
             let held = ledger.held_in(MemoryTier::Device);
-            let held: Vec<_> = held.iter().map(|(kind, b)| format!("{} {}", kind.name(), binary(*b as u64))).collect();
+            let held: Vec<_> =
+                held.iter().map(|(kind, b)| format!("{} {}", kind.name(), format_bytes(*b as u64))).collect();
             let held = if held.is_empty() { "0 bytes".into() } else { held.join(", ") };
             EngineError::DeviceMemory { rank, held }.into()
         }
@@ -247,11 +248,11 @@ impl RankCore {
         let RankCoreParts { comm, zero, second_group, reduce_plan, share_plan, dtype, recomputation, .. } = parts;
         let RankCoreParts { rounding, registered, buffer_sync, ledger, offload, pipeline, experts, .. } = parts;
         let RegisteredModel { params, units, leaves, used_by, groups, buffers, .. } = registered;
-        let places = places(&groups, params.len());
+        let param_slots = param_slots(&groups, params.len());
         let gather = ParamGatherer::new(&params, &leaves, &zero, &share_plan);
-        let optional = leaves.optional(&params, &zero);
+        let optional = leaves.has_optional_gradient(&params, &zero);
         let gradients = GradientReducer::new(reduce_plan, zero.reduce_bucket_size, optional);
-        let model_place = params.first().map_or(BufferDevice::Host, |p| BufferDevice::of(p.tensor.device()));
+        let model_location = params.first().map_or(BufferDevice::Host, |p| BufferDevice::of(p.tensor.device()));
         Self {
             comm,
             pipeline,
@@ -260,12 +261,12 @@ impl RankCore {
             dtype,
             second_group,
             tensor_tier: params.first().map_or(MemoryTier::Host, |p| MemoryTier::of(p.tensor.device())),
-            share_place: params.first().map_or(BufferDevice::Host, |p| share_plan.devices(p.tensor.device()).states),
+            share_location: params.first().map_or(BufferDevice::Host, |p| share_plan.devices(p.tensor.device()).states),
             #[cfg(feature = "cuda")]
             delayed: Mutex::default(),
             #[cfg(feature = "cuda")]
-            copies: model_place.gpu().map(|device| DeviceCopyQueues::new(device, &zero, &ledger)),
-            model_place,
+            copies: model_location.gpu().map(|device| DeviceCopyQueues::new(device, &zero, &ledger)),
+            model_location,
             #[cfg(feature = "cuda")]
             launches_on: Mutex::new(std::thread::current().id()),
             #[cfg(feature = "cuda")]
@@ -275,9 +276,9 @@ impl RankCore {
             offload,
             params,
             units,
-            leaves: leaves.places(),
+            leaves: leaves.positions(),
             buffers: ModelBuffers::new(buffers, buffer_sync),
-            places: RwLock::new(places),
+            param_slots: RwLock::new(param_slots),
             share_plan,
             used_by,
             groups: Mutex::new(groups),
@@ -348,13 +349,13 @@ impl RankCore {
     /// An error of NCCL or of the driver; a failed collective.
     #[cfg(feature = "cuda")]
     pub fn join_gpus(&self) -> Result<()> {
-        if let (Some(device), Some(copies)) = (self.model_place.gpu(), &self.copies) {
-            memory_pool::keep(device)?;
+        if let (Some(device), Some(copies)) = (self.model_location.gpu(), &self.copies) {
+            memory_pool::retain_freed_memory(device)?;
             for kind in self.share_plan.copy_kinds(self.params.iter().any(Param::is_trained)) {
                 copies.prepare(kind)?;
             }
         }
-        if let Some(gpus) = GpuCollectives::join(&self.comm, self.model_place.gpu(), &self.ledger)? {
+        if let Some(gpus) = GpuCollectives::join(&self.comm, self.model_location.gpu(), &self.ledger)? {
             self.gpus.get_or_init(|| gpus);
         }
         Ok(())
@@ -367,7 +368,7 @@ impl RankCore {
     /// A driver error.
     pub fn follow_thread(&self) -> Result<()> {
         #[cfg(feature = "cuda")]
-        if let Some(device) = self.model_place.gpu() {
+        if let Some(device) = self.model_location.gpu() {
             let (mut launching, current) = (lock(&self.launches_on), std::thread::current().id());
             if *launching != current {
                 device.cuda_stream().context().synchronize().w()?;
@@ -398,7 +399,7 @@ impl RankCore {
 
     /// Returns the dtype to which loaded weights, including master weights, are rounded: the model's if
     /// `load_from_fp32_weights` is false, otherwise f32.
-    pub fn rounds_loaded_weights_to(&self) -> DType {
+    pub fn loaded_weight_dtype(&self) -> DType {
         if self.zero.load_from_fp32_weights { DType::F32 } else { self.dtype }
     }
 
@@ -408,7 +409,7 @@ impl RankCore {
     }
 
     /// Sets the seed for stochastic rounding from now on, if states are rounded stochastically.
-    pub fn go_on_rounding(&self, seed: u64) {
+    pub fn set_rounding_seed(&self, seed: u64) {
         self.rounding.iter().for_each(|current| current.store(seed, Ordering::Relaxed));
     }
 
@@ -445,7 +446,7 @@ impl RankCore {
     }
 
     /// Returns whether the tensor of parameter `param` always holds the complete parameter.
-    pub fn keeps_whole(&self, param: ParamId) -> bool {
+    pub fn keeps_all_elements(&self, param: ParamId) -> bool {
         self.holds(param) && !self.shards(param)
     }
 
@@ -476,8 +477,8 @@ impl RankCore {
     }
 
     /// Returns the sub-group and slot of a parameter.
-    pub(super) fn place_of(&self, param: ParamId) -> (usize, usize) {
-        unpoisoned(self.places.read())[param]
+    pub(super) fn slot_of(&self, param: ParamId) -> (usize, usize) {
+        unpoisoned(self.param_slots.read())[param]
     }
 
     /// Returns whether a unit uses parameters, and all of them are frozen.
@@ -516,12 +517,12 @@ impl RankCore {
 
     /// Returns the typed error behind a failed Candle operation.
     pub(super) fn explain(&self, error: candle_core::Error) -> Error {
-        self.naming_what_is_held(self.cause_of(error))
+        self.explain_out_of_memory(self.cause_of(error))
     }
 
     /// Returns the error, or, if a GPU has run out of memory, an error that lists what occupies its memory.
-    pub(super) fn naming_what_is_held(&self, error: Error) -> Error {
-        naming_what_is_held(error, &self.ledger, self.comm.rank())
+    pub(super) fn explain_out_of_memory(&self, error: Error) -> Error {
+        explain_out_of_memory(error, &self.ledger, self.comm.rank())
     }
 
     fn cause_of(&self, error: candle_core::Error) -> Error {

@@ -5,7 +5,7 @@
 //! values of gradients and states is defined next to the decisions, as the traits `GradientBackend` (in
 //! `reduce/gradient_reducer.rs`) and `StepBackend` (in `step/state_sweep.rs`).
 
-use super::share::share_storage::{BufferPlaceOf, ShareStorage};
+use super::share::share_storage::{BufferLocationOf, ShareStorage};
 use super::share::sub_group::SubGroup;
 use super::step::pipeline_vote::PipelineVote;
 use super::transfer::device_copy::CopyPayloadKind;
@@ -49,7 +49,7 @@ pub(crate) trait StepExecutor: ShareStorage {
     /// Returns this rank's share.
     fn groups(&self) -> MutexGuard<'_, Vec<SubGroup<Self>>>;
     /// Returns the sub-group and slot of a parameter.
-    fn place(&self, param: ParamId) -> (usize, usize);
+    fn slot_of(&self, param: ParamId) -> (usize, usize);
     /// Returns how a sweep divides files into windows.
     fn windows(&self) -> WindowSettings;
     /// Begins a collective on data of `params` among the ranks that hold them.
@@ -68,11 +68,11 @@ pub(crate) trait StepExecutor: ShareStorage {
         &self,
         kind: CopyPayloadKind,
         buffer: Self::Buffer,
-        to: &BufferPlaceOf<Self>,
+        to: &BufferLocationOf<Self>,
         capacity: usize,
     ) -> Result<Self::PendingCopy>;
     /// Waits until a buffer has arrived.
-    fn arrived(&self, copy: Self::PendingCopy) -> Result<Self::Buffer>;
+    fn wait_for_copy(&self, copy: Self::PendingCopy) -> Result<Self::Buffer>;
     /// Gathers a few numbers from every rank, in rank order.
     fn gather_f64(&self, values: Vec<f64>) -> Result<Vec<Vec<f64>>>;
     /// Returns the vote of all pipeline stages together; without a pipeline, this rank's `vote`.
@@ -155,7 +155,7 @@ pub(crate) trait StepExecutor: ShareStorage {
 
     /// Enters a buffer in the ledger. The entry lasts until the result is dropped.
     fn hold(&self, kind: MemoryKind, buffer: &Self::Buffer) -> MemoryLedgerEntry {
-        self.ledger().hold_in(MemoryTier::at::<Self::Buffer>(&buffer.place()), kind, buffer.capacity_in_bytes())
+        self.ledger().hold_in(MemoryTier::at::<Self::Buffer>(&buffer.location()), kind, buffer.capacity_in_bytes())
     }
 
     /// Returns a readable name for parameters that share a collective.
@@ -173,18 +173,18 @@ pub(crate) trait StepExecutor: ShareStorage {
         let RankInfo { mesh, params, zero, dtype, .. } = self.info();
         let mut bytes = ModelBytes::default();
         for group in self.groups().iter() {
-            let state_bytes = |own: usize, bytes_of: &dyn Fn(usize) -> usize| {
+            let state_bytes = |shard: usize, bytes_of: &dyn Fn(usize) -> usize| {
                 let total = |experts: bool| {
                     let slots = group.slots.iter().map(|slot| slot.param).filter(|param| self.holds(*param));
                     let slots = slots.map(|param| &params[param]).filter(|param| param.expert.is_some() == experts);
                     slots.map(|param| bytes_of(param.numel)).sum()
                 };
-                StateBytes { whole: total(false), experts: total(true), own }
+                StateBytes { full: total(false), experts: total(true), shard }
             };
             let elements_of = |size: usize| state_bytes(group.len * size, &|numel| numel * size);
             let add = |sum: &mut StateBytes, term: StateBytes| {
-                let (whole, experts) = (sum.whole + term.whole, sum.experts + term.experts);
-                *sum = StateBytes { whole, experts, own: sum.own + term.own };
+                let (full, experts) = (sum.full + term.full, sum.experts + term.experts);
+                *sum = StateBytes { full, experts, shard: sum.shard + term.shard };
             };
             let packed =
                 |packing: WeightPacking| state_bytes(group.len * size_of::<f32>(), &|numel| packing.packed_len(numel));
@@ -200,11 +200,11 @@ pub(crate) trait StepExecutor: ShareStorage {
                 bytes.factored +=
                     group.factored.iter().map(|states| states.buffer().len() * size_of::<f32>()).sum::<usize>();
                 for format in group.moments.iter().map(|moment| moment.format) {
-                    let own = format.bytes(group.len);
+                    let shard = format.bytes(group.len);
                     let moment = match zero.stage.placement().optim.is_sharded() {
-                        true => state_bytes(own, &|numel| format.bytes(numel)),
+                        true => state_bytes(shard, &|numel| format.bytes(numel)),
                         // A partly filled block takes up the space of a full one.
-                        false => StateBytes { whole: own, experts: 0, own },
+                        false => StateBytes { full: shard, experts: 0, shard },
                     };
                     add(&mut bytes.moments, moment);
                 }

@@ -347,7 +347,7 @@ fn quantized_weights_need_stage_3_and_the_keys_are_printed_again() {
 /// Returns both offload sections with `nvme` and non-default values, and the values to which they resolve.
 fn both_on_nvme() -> (Value, OffloadOptimizer, OffloadParam) {
     let optimizer = OffloadOptimizer {
-        to: OffloadTo::Nvme { path: "/fast/states".into() },
+        device: OffloadTo::Nvme { path: "/fast/states".into() },
         buffer_count: 6,
         pipeline_read: true,
         pipeline_write: false,
@@ -356,7 +356,7 @@ fn both_on_nvme() -> (Value, OffloadOptimizer, OffloadParam) {
         delayed_update_after: Some(7),
     };
     let param = OffloadParam {
-        to: OffloadTo::Nvme { path: "/fast/params".into() },
+        device: OffloadTo::Nvme { path: "/fast/params".into() },
         buffer_count: 3,
         buffer_size: 1_000_000,
         max_in_cpu: 0,
@@ -379,7 +379,7 @@ fn offload_resolves_with_deepspeeds_defaults() {
     })));
     let cpu = OffloadTo::Cpu;
     let optimizer = OffloadOptimizer {
-        to: cpu.clone(),
+        device: cpu.clone(),
         buffer_count: 4,
         pipeline_read: false,
         pipeline_write: false,
@@ -388,7 +388,7 @@ fn offload_resolves_with_deepspeeds_defaults() {
         delayed_update_after: None,
     };
     let (buffer_count, buffer_size, max_in_cpu) = (5, 100_000_000, 1_000_000_000);
-    let param = OffloadParam { to: cpu, buffer_count, buffer_size, max_in_cpu, pin_memory: true };
+    let param = OffloadParam { device: cpu, buffer_count, buffer_size, max_in_cpu, pin_memory: true };
     assert_eq!((config.zero.offload_optimizer, config.zero.offload_param), (Some(optimizer), Some(param)));
     assert_eq!(config.aio, Aio { block_size: 1 << 20, queue_depth: 8, intra_op_parallelism: 1 });
     assert!(config.notes.is_empty() && !config.cpu_checkpointing);
@@ -425,7 +425,7 @@ fn offload_below_its_stage_is_noted_and_resolves_to_none() {
     insta::assert_snapshot!(notes_at(2), @"zero_optimization.offload_param: accepted, but has no effect at stage 2, as in DeepSpeed: it needs stage 3");
     let config = load(with(json!({"zero_optimization": {"stage": 1, "cpu_offload": true}})));
     insta::assert_snapshot!(notes(&config), @r#"zero_optimization.cpu_offload: deprecated: treated as `zero_optimization.offload_optimizer.device` = "cpu""#);
-    assert_eq!(config.zero.offload_optimizer.map(|offload| offload.to), Some(OffloadTo::Cpu));
+    assert_eq!(config.zero.offload_optimizer.map(|offload| offload.device), Some(OffloadTo::Cpu));
 }
 
 #[test]
@@ -645,7 +645,7 @@ fn changed_offload_wins_over_what_the_file_said() {
 
     let mut config = offloading.clone();
     config.zero.offload_optimizer = None;
-    config.zero.offload_param.as_mut().unwrap().to = OffloadTo::Cpu;
+    config.zero.offload_param.as_mut().unwrap().device = OffloadTo::Cpu;
     config.cpu_checkpointing = false;
     let printed = reload(&config);
     assert_eq!(printed.zero, config.zero);
@@ -1018,7 +1018,7 @@ proptest! {
         let config = Config::load(value, world_size).unwrap();
         let plain = |mut config: Config| {
             config.notes.clear();
-            config.recorded.clear();
+            config.all_keys.clear();
             config
         };
         let reloaded = Config::load(config.to_deepspeed_json(), world_size).unwrap();

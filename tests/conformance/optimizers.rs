@@ -117,7 +117,7 @@ impl Run {
 
     /// Returns the optimizer for a parameter of this shape.
     fn optimizer(&self) -> &dyn Optimizer {
-        match self.optimizer.takes("", &self.shape) {
+        match self.optimizer.trains("", &self.shape) {
             true => &*self.optimizer,
             false => self.optimizer.auxiliary().unwrap(),
         }
@@ -126,7 +126,7 @@ impl Run {
     /// Takes one step with the buffers split at `cuts`, the last part first.
     fn step(&mut self, grad: FlatRef<'_>, grad_scale: f32, cuts: &[usize], mut half: Option<&mut Flat>) {
         self.step += 1;
-        let optimizer = match self.optimizer.takes("", &self.shape) {
+        let optimizer = match self.optimizer.trains("", &self.shape) {
             true => &*self.optimizer,
             false => self.optimizer.auxiliary().unwrap(),
         };
@@ -144,7 +144,7 @@ impl Run {
         let mut direction = vec![0.0; self.param.len()];
         let mut grad = grad;
         let whole_optimizer = match optimizer.needs() {
-            OptimizerNeeds::Whole(optimizer) => Some(optimizer),
+            OptimizerNeeds::WholeParameter(optimizer) => Some(optimizer),
             _ => None,
         };
         if let Some(optimizer) = whole_optimizer {

@@ -8,10 +8,10 @@ pub fn partition_uniform(items: usize, parts: usize) -> Vec<usize> {
     (0..=parts).map(|p| p * each + p.min(more)).collect()
 }
 
-/// Returns the bounds of `parts` contiguous parts whose sums differ little. As in DeepSpeed, only the best split of each
-/// prefix is extended, which need not lead to the best split of all items: the one in which the heaviest and the lightest
-/// part differ the least. Of equally good splits, the one with the later bounds is chosen. If there are no more items
-/// than parts, each part has at most one item.
+/// Returns the bounds of `parts` contiguous parts whose sums differ little. As in DeepSpeed, only the best split of
+/// each prefix is extended, which need not lead to the best split of all items: the one in which the heaviest and the
+/// lightest part differ the least. Of equally good splits, the one with the later bounds is chosen. If there are no
+/// more items than parts, each part has at most one item.
 pub fn partition_balanced(weights: &[u64], parts: usize) -> Vec<usize> {
     let n = weights.len();
     if n <= parts {

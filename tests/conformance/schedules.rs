@@ -195,6 +195,6 @@ fn where_the_momentum_would_reach_one_is_said_beforehand_and_is_an_error() {
         schedule.step();
         refused
     });
-    let said = format!("about optimizer step {}", first.unwrap());
-    assert!(note.message.ends_with(&said), "{} and {said}", note.message);
+    let ending = format!("about optimizer step {}", first.unwrap());
+    assert!(note.message.ends_with(&ending), "{} and {ending}", note.message);
 }

@@ -224,10 +224,10 @@ fn with_zero(input: &Value, zero: Value) -> Value {
 /// Compares `steps` optimizer steps with a record, and the weights if the trace has no further steps. Returns the worst
 /// differences of losses, norms and weights.
 fn compare(id: &str, trace: &Trace, expect: &Value, rtol: f64, steps: usize) -> [f64; 3] {
-    let until = |values: Vec<f64>| values[..steps].to_vec();
+    let first_steps = |values: Vec<f64>| values[..steps].to_vec();
     let mut differences = [0.0f64; 3];
     for (rank, recorded) in list(&expect["loss_mean_per_rank"]).iter().enumerate() {
-        let difference = worst(&trace.losses[rank][..steps], &until(numbers(recorded)));
+        let difference = worst(&trace.losses[rank][..steps], &first_steps(numbers(recorded)));
         assert!(difference <= rtol, "{id}: losses of rank {rank}: {:?}, recorded {recorded}", trace.losses[rank]);
         differences[0] = differences[0].max(difference);
     }
@@ -237,11 +237,11 @@ fn compare(id: &str, trace: &Trace, expect: &Value, rtol: f64, steps: usize) -> 
         differences[1] = worst(&trace.norms[..steps], &recorded);
         assert!(differences[1] <= rtol, "{id}: norms {:?}, recorded {recorded:?}", trace.norms);
     }
-    assert!(worst(&trace.lr[..steps], &until(numbers(&expect["lr"]))) <= 1e-7, "{id}: lr {:?}", trace.lr);
-    assert_eq!(trace.skipped[..steps], until(numbers(&expect["skipped_steps"])), "{id}");
-    assert_eq!(trace.global[..steps], until(numbers(&expect["global_steps"])), "{id}");
+    assert!(worst(&trace.lr[..steps], &first_steps(numbers(&expect["lr"]))) <= 1e-7, "{id}: lr {:?}", trace.lr);
+    assert_eq!(trace.skipped[..steps], first_steps(numbers(&expect["skipped_steps"])), "{id}");
+    assert_eq!(trace.global[..steps], first_steps(numbers(&expect["global_steps"])), "{id}");
     if let Some(scales) = expect.get("loss_scale_after_step") {
-        assert_eq!(trace.scales[..steps], until(numbers(scales)), "{id}");
+        assert_eq!(trace.scales[..steps], first_steps(numbers(scales)), "{id}");
     }
     if steps == trace.norms.len() {
         for (i, recorded) in list(&expect["weights"]).iter().enumerate() {
@@ -329,7 +329,7 @@ fn a_growing_loss_scale_does_not_change_the_update() {
     // 0) are halved, which changes the losses from step 3 on. Therefore, only steps 0 and 1 are compared with this
     // record; all steps are compared with a run in f32, and the first four with the record of a static scale.
     const RTOL: f64 = 0.01;
-    let still = case("trace-fp16-static128-z1");
+    let static_scale = case("trace-fp16-static128-z1");
     let plain = case("trace-sgd-z1-w2");
     for id in ["trace-fp16-dyn-growth-z1", "trace-fp16-dyn-growth-z3"] {
         let growing = case(id);
@@ -338,14 +338,14 @@ fn a_growing_loss_scale_does_not_change_the_update() {
         assert_eq!(trace.scales, numbers(&growing["expect"]["loss_scale_after_step"]));
         assert!(trace.applied.iter().all(|applied| *applied));
         let four = Trace { norms: trace.norms[..4].to_vec(), ..trace.clone() };
-        for (rank, losses) in list(&still["expect"]["loss_mean_per_rank"]).iter().enumerate() {
+        for (rank, losses) in list(&static_scale["expect"]["loss_mean_per_rank"]).iter().enumerate() {
             let recorded = numbers(losses);
             assert!(worst(&trace.losses[rank][..4], &recorded) <= RTOL, "{id}: {:?}", trace.losses);
             // The record of the growing scale differs from step 3 on.
             let wrong = numbers(&growing["expect"]["loss_mean_per_rank"][rank]);
             assert!(worst(&wrong[..3], &recorded[..3]) <= 1e-4);
         }
-        assert!(worst(&four.norms, &numbers(&still["expect"]["grad_norm"])) <= RTOL, "{id}: {:?}", trace.norms);
+        assert!(worst(&four.norms, &numbers(&static_scale["expect"]["grad_norm"])) <= RTOL, "{id}: {:?}", trace.norms);
         let mut f32_input = plain["input"].clone();
         f32_input["steps"] = json!(6);
         let f32_trace = train(&f32_input);

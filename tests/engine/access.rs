@@ -77,12 +77,13 @@ fn values_gradients_and_states_are_the_same_at_every_stage_offload_and_world() {
                                 engine.safe_get_local_grad(name)?.unwrap(),
                                 engine.safe_get_local_optimizer_state(name, "exp_avg")?,
                             ];
-                            for (local, whole) in local.iter().zip([&value, &grad]) {
-                                let (local, whole) = (bits(local), bits(whole));
-                                let shard = whole.len().div_ceil(world);
-                                let start = if stage == 0 { 0 } else { whole.len().min(engine.rank() * shard) };
-                                assert_eq!(local, whole[start..start + local.len()]);
-                                assert!(stage > 0 || local.len() == whole.len());
+                            let exp_avg = engine.safe_get_full_optimizer_state(name, "exp_avg")?;
+                            for (local, full) in local.iter().zip([&value, &grad, &exp_avg]) {
+                                let (local, full) = (bits(local), bits(full));
+                                let shard = full.len().div_ceil(world);
+                                let start = if stage == 0 { 0 } else { full.len().min(engine.rank() * shard) };
+                                assert_eq!(local, full[start..start + local.len()]);
+                                assert!(stage > 0 || local.len() == full.len());
                             }
                             seen.extend([bits(&grad), bits(&value)]);
                             for key in ["exp_avg", "exp_avg_sq"] {
@@ -206,8 +207,8 @@ fn what_cannot_be_read_or_set_is_refused_by_name_and_changes_nothing() {
             insta::allow_duplicates! {
                 insta::assert_snapshot!(engine.safe_set_full_grad("embed.weight", &zeros).unwrap_err(), @"parameter embed.weight has no gradient now: a parameter that is not frozen has one from backward until the step that updates the weights");
             }
-            let own = (zeros.ones_like()? * engine.rank() as f64)?;
-            let error = engine.safe_set_full_fp32_param("embed.weight", &own).unwrap_err();
+            let rank_value = (zeros.ones_like()? * engine.rank() as f64)?;
+            let error = engine.safe_set_full_fp32_param("embed.weight", &rank_value).unwrap_err();
             assert!(matches!(error, Error::Engine(EngineError::ArgumentsDiffer { .. })), "{error}");
             let (ids, targets) = batch(0);
             let loss = engine.forward(|model| model.loss(&ids, &targets))?;
@@ -407,14 +408,14 @@ fn a_modification_that_fails_changes_nothing_and_all_ranks_go_on() {
         on_ranks(2, |comm| {
             let mut engine = tiny(comm, &config(stage, 1, json!({}), json!({})))?;
             let before = bits(&engine.safe_get_full_fp32_param(NAMES[1])?);
-            let own = engine.rank() == 1;
+            let is_modifier = engine.rank() == 1;
             let failed = engine.gathered_mut(&[NAMES[1]], 1, |_| candle_core::bail!("mine")).unwrap_err().to_string();
             let reshaped = engine.gathered_mut(&[NAMES[1]], 1, |values| {
                 values[0] = values[0].reshape((3, 4))?;
                 Ok(())
             });
             let reshaped = reshaped.unwrap_err();
-            if own {
+            if is_modifier {
                 assert!(failed.contains("mine"), "{failed}");
                 assert!(matches!(reshaped, Error::Param(ParamError::ValueShape { .. })), "{reshaped}");
             } else {
@@ -495,14 +496,14 @@ fn parameters_are_whole_inside_of_gathered_and_released_after_it() {
 
 #[test]
 fn reading_between_all_calls_of_a_micro_step_changes_no_bit() {
-    let train = |looks: bool| {
+    let train = |reads: bool| {
         on_ranks(2, |comm| {
             let config = config(3, 1, json!({"stage3_param_persistence_threshold": 40}), json!({}));
             let shape = Shape { checkpointed: true, ..SHAPE };
             let builder = Engine::builder().communicator(comm).device(Device::Cpu);
             let mut engine = builder.initialize(|vb| Tiny::new(shape, vb), config)?;
-            let look = |engine: &mut Engine<Tiny>, between_passes: bool| -> candle_zero::Result<()> {
-                if looks {
+            let read = |engine: &mut Engine<Tiny>, between_passes: bool| -> candle_zero::Result<()> {
+                if reads {
                     engine.gathered(&NAMES, |_| Ok(()))?;
                     engine.safe_get_full_fp32_param(NAMES[0])?;
                     let emptied = engine.empty_partition_cache();
@@ -512,11 +513,11 @@ fn reading_between_all_calls_of_a_micro_step_changes_no_bit() {
             };
             for micro in 0..3 {
                 let (ids, targets) = batch(2 * micro + engine.rank());
-                look(&mut engine, false)?;
+                read(&mut engine, false)?;
                 let loss = engine.forward(|model| model.loss(&ids, &targets))?;
-                look(&mut engine, true)?;
+                read(&mut engine, true)?;
                 engine.backward(&loss)?;
-                look(&mut engine, false)?;
+                read(&mut engine, false)?;
                 engine.step()?;
             }
             Ok((bits(&engine.safe_get_full_fp32_param(NAMES[0])?), engine.global_grad_norm().unwrap().to_bits()))

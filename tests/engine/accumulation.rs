@@ -79,9 +79,9 @@ fn weights_after(world: usize, stage: u8, dtype: &str, reduce: Reduce) -> Vec<Ve
             let pass = |engine: &mut Engine<[Tensor; 2]>| {
                 let loss = engine.forward(|[a, b]| {
                     let factor = (4 * (1 + rank + micro % 3)) as f64;
-                    let along =
+                    let scaled_sum =
                         |t: &Tensor| (t.ones_like()? * factor)?.mul(t)?.to_dtype(candle_core::DType::F32)?.sum_all();
-                    along(a)? + along(b)?
+                    scaled_sum(a)? + scaled_sum(b)?
                 })?;
                 // With an accumulation of one, the loss is not divided.
                 engine.backward(&(loss * (accumulation as f64 / 4.0))?)
@@ -417,7 +417,7 @@ fn a_run_that_is_resumed_goes_on_with_the_rates_that_were_set_to_the_bit_and_on_
     let rates = [0.1 + 0.2, 1.0 / 3e3];
     for scheduled in [false, true] {
         let folder = tempfile::tempdir().unwrap();
-        let whole = on_ranks(2, |comm| {
+        let uninterrupted = on_ranks(2, |comm| {
             let mut engine = in_groups(comm, &with_rate(2, 0.05, scheduled))?;
             train(&mut engine, 0, 2)?;
             engine.set_lr_of_groups(&rates)?;
@@ -433,8 +433,8 @@ fn a_run_that_is_resumed_goes_on_with_the_rates_that_were_set_to_the_bit_and_on_
             train(&mut engine, 2, 5)?;
             Ok((engine.lr(), state(&mut engine)?))
         });
-        assert_eq!(resumed, whole, "scheduled {scheduled}");
-        assert_eq!(whole[0].0 == rates, !scheduled, "a schedule continues by its own rule");
+        assert_eq!(resumed, uninterrupted, "scheduled {scheduled}");
+        assert_eq!(uninterrupted[0].0 == rates, !scheduled, "a schedule continues by its own rule");
         // Resumes with a different number of ranks, and from there with a third number.
         let through = tempfile::tempdir().unwrap();
         for (world, from, to) in [(3, &folder, Some(&through)), (1, &through, None)] {
@@ -459,7 +459,7 @@ fn a_rate_that_was_not_set_is_that_of_the_file_after_a_load_and_without_the_opti
         engine.set_lr(0.02)?;
         let (dir, tag) = at("set");
         engine.save_checkpoint(dir, tag, Value::Null)?;
-        // A run that loads an earlier checkpoint gets the rate of that time.
+        // A run that loads an earlier checkpoint gets that checkpoint's rate.
         let (dir, tag) = at("configured");
         engine.load_checkpoint(dir, tag, &LoadOptions::default())?;
         assert_eq!(engine.lr(), [0.3]);
@@ -492,9 +492,9 @@ fn rates_that_were_set_for_other_groups_are_an_error_and_nothing_changes() {
         train(&mut engine, 0, 1)?;
         let before = state(&mut engine)?;
         let error = engine.load_checkpoint(folder.path(), None, &LoadOptions::default()).unwrap_err().to_string();
-        let told = "it has learning rates set with set_lr for 1 parameter group, but this engine has 2; train with the \
+        let text = "it has learning rates set with set_lr for 1 parameter group, but this engine has 2; train with the \
                     parameter groups that were saved, or load with load_optimizer_states false";
-        assert!(error.ends_with(told), "{error}");
+        assert!(error.ends_with(text), "{error}");
         assert_eq!((engine.lr(), state(&mut engine)?), (vec![0.3, 0.3], before));
         train(&mut engine, 1, 2)
     });
@@ -523,7 +523,7 @@ fn a_save_in_the_middle_of_an_accumulation_is_refused_before_anything_is_written
                 pass(&mut engine, sample)?;
                 engine.step()?;
             }
-            // A loss whose backward pass has not run has left no gradient.
+            // A loss whose backward pass has not run leaves no gradients.
             forward(&mut engine, 5)?;
             engine.save_checkpoint(folder.path(), None, Value::Null).map(drop)
         });
@@ -538,9 +538,9 @@ fn a_save_or_load_that_would_lose_gradients_is_refused_also_with_offload_and_aft
     let mut cases =
         vec![(0, json!({}), true), (1, json!({}), true), (1, offload("cpu"), true), (1, offload("nvme"), true)];
     cases.extend([(2, offload("cpu"), false), (2, offload("nvme"), false), (3, offload("nvme"), false)]);
-    for (stage, zero, held) in cases {
+    for (stage, zero, uses_no_sync) in cases {
         let [saved, refused] = [(); 2].map(|()| tempfile::tempdir().unwrap());
-        let accumulation = if held { 1 } else { 2 };
+        let accumulation = if uses_no_sync { 1 } else { 2 };
         let train = |interrupted: bool| {
             on_ranks(2, |comm| {
                 let mut engine = tiny(comm, &config(stage, accumulation, zero.clone(), json!({})))?;
@@ -562,7 +562,7 @@ fn a_save_or_load_that_would_lose_gradients_is_refused_also_with_offload_and_aft
                     assert_eq!(std::fs::read_dir(refused.path()).unwrap().count(), 0, "stage {stage}, {zero}");
                 };
                 let rank = engine.rank();
-                if held {
+                if uses_no_sync {
                     engine.no_sync(|engine| {
                         pass(engine, rank)?;
                         refuse(engine);

@@ -262,8 +262,8 @@ struct Recording {
 }
 
 impl Recording {
-    fn note(&self, what: &str, elements: usize) {
-        self.log.lock().unwrap().push(format!("{what} {elements}"));
+    fn note(&self, operation: &str, elements: usize) {
+        self.log.lock().unwrap().push(format!("{operation} {elements}"));
     }
 }
 

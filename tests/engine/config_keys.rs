@@ -36,11 +36,11 @@ fn one_step() {
 
 #[test]
 fn the_level_of_messages_is_that_of_the_file() {
-    for (level, is_said) in [(None, true), (Some("INFO"), true), (Some("warning"), false), (Some("critical"), false)] {
+    for (level, prints) in [(None, true), (Some("INFO"), true), (Some("warning"), false), (Some("critical"), false)] {
         let more = json!({"steps_per_print": 1, "fp16": {"auto_cast": true}, "log_level": level});
         let text = stderr(&process("one_step", &config(1, 1, json!({}), more)));
-        assert_eq!(text.contains("step=1, skipped=0"), is_said, "{level:?}: {text}");
-        assert_eq!(text.contains("fp16.auto_cast: accepted, but has no effect"), is_said, "{level:?}: {text}");
+        assert_eq!(text.contains("step=1, skipped=0"), prints, "{level:?}: {text}");
+        assert_eq!(text.contains("fp16.auto_cast: accepted, but has no effect"), prints, "{level:?}: {text}");
     }
 }
 
@@ -55,13 +55,13 @@ fn group_with_a_rate() {
 #[test]
 fn a_groups_own_rate_that_the_schedule_replaces_is_said() {
     let constant = |lr: Value| json!({"type": "WarmupLR", "params": {"warmup_min_lr": lr, "warmup_max_lr": lr}});
-    for (scheduler, is_said) in
+    for (scheduler, prints) in
         [(constant(json!(1e-2)), true), (constant(json!([5e-5, 1e-2])), false), (Value::Null, false)]
     {
         let text = stderr(&process("group_with_a_rate", &config(1, 1, json!({}), json!({"scheduler": scheduler}))));
-        let said = "parameter group 0 (counted from 0): its learning rate has no effect because the schedule sets 1e-2 \
+        let note = "parameter group 0 (counted from 0): its learning rate has no effect because the schedule sets 1e-2 \
                     in the first step";
-        assert_eq!(text.contains(said), is_said, "{scheduler}: {text}");
+        assert_eq!(text.contains(note), prints, "{scheduler}: {text}");
     }
 }
 
@@ -96,17 +96,17 @@ fn four_steps_in_two_orders() {
 
 #[test]
 fn a_changed_order_of_units_is_said_where_the_file_asks() {
-    for asks in [true, false] {
-        let zero = json!({"log_trace_cache_warnings": asks, "stage3_param_persistence_threshold": 0});
+    for is_enabled in [true, false] {
+        let zero = json!({"log_trace_cache_warnings": is_enabled, "stage3_param_persistence_threshold": 0});
         let text = stderr(&process("four_steps_in_two_orders", &config(3, 1, zero, json!({}))));
-        let said: Vec<&str> = text.lines().filter(|line| line.contains("in a different order")).collect();
-        assert_eq!(said.len(), usize::from(asks), "{text}");
-        assert!(said.iter().all(|line| line.contains("step 3: ")), "{text}");
+        let warnings: Vec<&str> = text.lines().filter(|line| line.contains("in a different order")).collect();
+        assert_eq!(warnings.len(), usize::from(is_enabled), "{text}");
+        assert!(warnings.iter().all(|line| line.contains("step 3: ")), "{text}");
     }
 }
 
 /// A layer, and a statistic that is a buffer.
-struct Counted {
+struct WithBuffer {
     layer: candle_nn::Linear,
     running_mean: Tensor,
 }
@@ -115,7 +115,7 @@ struct Counted {
 fn buffers_of_floats_have_the_format_of_the_file() {
     use DType::{BF16, F16, F32};
     let bf16 = json!({"enabled": true});
-    for (section, buffer_dtype, wanted) in [
+    for (section, buffer_dtype, expected) in [
         (json!({}), None, F32),
         (json!({}), Some("bf16"), BF16),
         (json!({}), Some("fp16"), F16),
@@ -126,11 +126,11 @@ fn buffers_of_floats_have_the_format_of_the_file() {
         let config = config(1, 1, json!({}), json!({"bf16": section, "data_types": {"buffer_dtype": buffer_dtype}}));
         let build = |vb: VarBuilder<'_>| {
             let running_mean = vb.get_with_hints(4, "running_mean", candle_nn::init::ONE)?;
-            Ok(Counted { layer: candle_nn::linear(4, 4, vb)?, running_mean })
+            Ok(WithBuffer { layer: candle_nn::linear(4, 4, vb)?, running_mean })
         };
         let engine = Engine::builder().device(Device::Cpu).initialize(build, config).unwrap();
         let model = engine.model();
-        assert_eq!(model.running_mean.dtype(), wanted, "{buffer_dtype:?}");
+        assert_eq!(model.running_mean.dtype(), expected, "{buffer_dtype:?}");
         assert_eq!(model.running_mean.to_dtype(F32).unwrap().to_vec1::<f32>().unwrap(), [1.0; 4]);
         assert_eq!(model.layer.weight().dtype(), engine.dtype());
     }
@@ -176,8 +176,8 @@ fn a_load_that_is_not_from_f32_weights_rounds_master_weights() {
         let (exact, rounded) = (loaded(stage, world, true), loaded(stage, world, false));
         let mut differ = 0;
         for ((name, exact), (_, rounded)) in exact.iter().zip(&rounded) {
-            let wanted: Vec<u32> = exact.iter().map(bf16).collect();
-            assert_eq!(rounded.iter().map(|x| x.to_bits()).collect::<Vec<_>>(), wanted, "{name} at stage {stage}");
+            let expected: Vec<u32> = exact.iter().map(bf16).collect();
+            assert_eq!(rounded.iter().map(|x| x.to_bits()).collect::<Vec<_>>(), expected, "{name} at stage {stage}");
             differ += exact.iter().zip(rounded).filter(|(a, b)| a != b).count();
         }
         assert!(differ > 100, "{differ} at stage {stage}");
@@ -185,7 +185,7 @@ fn a_load_that_is_not_from_f32_weights_rounds_master_weights() {
 }
 
 /// A linear layer whose loss weights its outputs by `c`.
-struct Weighed {
+struct Weighted {
     weight: Tensor,
     bias: Tensor,
 }
@@ -200,31 +200,31 @@ fn autocast_multiplies_in_bf16_and_keeps_the_rest_in_f32() {
     });
     let build = |vb: VarBuilder<'_>| {
         let weight = vb.get_with_hints((3, 5), "weight", candle_nn::Init::Uniform { lo: -1.0, up: 1.0 })?;
-        Ok(Weighed { weight, bias: vb.get_with_hints(3, "bias", candle_nn::Init::Uniform { lo: -1.0, up: 1.0 })? })
+        Ok(Weighted { weight, bias: vb.get_with_hints(3, "bias", candle_nn::Init::Uniform { lo: -1.0, up: 1.0 })? })
     };
     let mut engine = Engine::builder().device(Device::Cpu).initialize(build, config(0, 1, json!({}), more)).unwrap();
     assert_eq!(engine.dtype(), DType::F32);
     let values = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-    let now = |engine: &Engine<Weighed>| [&engine.model().weight, &engine.model().bias].map(values);
+    let now = |engine: &Engine<Weighted>| [&engine.model().weight, &engine.model().bias].map(values);
     let before = now(&engine);
 
-    let low = |t: &Tensor| t.detach().to_dtype(DType::BF16).unwrap();
-    let wide = |t: &Tensor| t.to_dtype(DType::F32).unwrap();
-    let [weight, bias] = [&engine.model().weight, &engine.model().bias].map(|t| Var::from_tensor(&low(t)).unwrap());
-    let wanted = linear(&low(&x), &weight, Some(&bias), WeightLayout::OutIn).unwrap();
-    let grads = (wide(&wanted) * &c).unwrap().sum_all().unwrap().backward().unwrap();
+    let to_bf16 = |t: &Tensor| t.detach().to_dtype(DType::BF16).unwrap();
+    let to_f32 = |t: &Tensor| t.to_dtype(DType::F32).unwrap();
+    let [weight, bias] = [&engine.model().weight, &engine.model().bias].map(|t| Var::from_tensor(&to_bf16(t)).unwrap());
+    let expected = linear(&to_bf16(&x), &weight, Some(&bias), WeightLayout::OutIn).unwrap();
+    let grads = (to_f32(&expected) * &c).unwrap().sum_all().unwrap().backward().unwrap();
 
-    let run = |model: &Weighed| linear(&x, &model.weight, Some(&model.bias), WeightLayout::OutIn);
-    assert_eq!(values(&engine.eval(run).unwrap()), values(&wide(&wanted)));
+    let run = |model: &Weighted| linear(&x, &model.weight, Some(&model.bias), WeightLayout::OutIn);
+    assert_eq!(values(&engine.eval(run).unwrap()), values(&to_f32(&expected)));
     let y = engine.forward(run).unwrap();
-    assert_eq!((y.dtype(), values(&y)), (DType::F32, values(&wide(&wanted))));
+    assert_eq!((y.dtype(), values(&y)), (DType::F32, values(&to_f32(&expected))));
     engine.backward(&(y * &c).unwrap().sum_all().unwrap()).unwrap();
     engine.step().unwrap();
     // The bias's gradient is a sum in f32, which the bf16 model rounds.
     let rounded_bias = f32::from(half::bf16::EPSILON);
     for (((before, after), var), off) in before.iter().zip(now(&engine)).zip([&weight, &bias]).zip([1e-6, rounded_bias])
     {
-        let grad = values(&wide(grads.get(var).unwrap()));
+        let grad = values(&to_f32(grads.get(var).unwrap()));
         for ((before, after), grad) in before.iter().zip(&after).zip(&grad) {
             assert!((before - grad - after).abs() <= off * grad.abs().max(1.0), "{before} - {grad}, not {after}");
         }
@@ -252,8 +252,8 @@ fn autocast_gives_the_same_bits_at_every_stage_and_with_recomputation() {
     let losses =
         |run: &(Vec<Vec<u32>>, Vec<u8>)| -> Vec<f32> { run.0[0].iter().map(|bits| f32::from_bits(*bits)).collect() };
     assert_ne!(exact.0, reference.0);
-    let apart = losses(&exact).iter().zip(losses(&reference)).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-    assert!(apart < 0.05, "{apart}");
+    let difference = losses(&exact).iter().zip(losses(&reference)).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    assert!(difference < 0.05, "{difference}");
 }
 
 #[test]
@@ -264,9 +264,9 @@ fn a_unit_recomputes_with_the_products_of_its_first_forward_in_any_backward() {
         let mut engine =
             Engine::builder().device(Device::Cpu).initialize(|vb| Tiny::new(shape, vb), cast(casts)).unwrap();
         // Another engine, whose matrix products use the other format, runs its backward pass through this model.
-        let own = Engine::builder().device(Device::Cpu);
+        let builder = Engine::builder().device(Device::Cpu);
         let build = |vb: VarBuilder<'_>| vb.get_with_hints(1, "factor", candle_nn::Init::Const(1.0));
-        let mut other = own.initialize(build, cast(!casts)).unwrap();
+        let mut other = builder.initialize(build, cast(!casts)).unwrap();
         let (ids, targets) = batch(0);
         engine.forward(|model| model.loss(&ids, &targets)).unwrap().backward().unwrap();
         let loss = engine.forward(|model| model.loss(&ids, &targets)).unwrap();

@@ -163,15 +163,15 @@ fn masks_after_a_checkpoint_are_those_of_the_run_left_alone_also_after_the_batch
         engine.step().unwrap();
         values(&y).unwrap()
     };
-    let mut left_alone = on_cpu().initialize(Scaled::new, config(json!({}))).unwrap();
-    (0..3).for_each(|_| _ = micro_step(&mut left_alone));
+    let mut uninterrupted = on_cpu().initialize(Scaled::new, config(json!({}))).unwrap();
+    (0..3).for_each(|_| _ = micro_step(&mut uninterrupted));
     // From here on, a step has two micro steps.
-    left_alone.set_train_batch_size(2).unwrap();
-    (0..2).for_each(|_| _ = micro_step(&mut left_alone));
-    left_alone.save_checkpoint(folder.path(), None, Value::Null).unwrap();
+    uninterrupted.set_train_batch_size(2).unwrap();
+    (0..2).for_each(|_| _ = micro_step(&mut uninterrupted));
+    uninterrupted.save_checkpoint(folder.path(), None, Value::Null).unwrap();
     let mut loaded = on_cpu().initialize(Scaled::new, config(json!({"gradient_accumulation_steps": 2}))).unwrap();
     loaded.load_checkpoint(folder.path(), None, &Default::default()).unwrap().unwrap();
     for _ in 0..4 {
-        assert_eq!(micro_step(&mut loaded), micro_step(&mut left_alone));
+        assert_eq!(micro_step(&mut loaded), micro_step(&mut uninterrupted));
     }
 }

@@ -252,7 +252,7 @@ fn configurations_that_differ_between_ranks_are_refused_on_every_rank() {
         with("zero_optimization", json!({"stage": 3, "stage3_param_persistence_threshold": 0})),
         with("bf16", json!({"enabled": true})),
     ];
-    let told = others.map(|other| {
+    let messages = others.map(|other| {
         let results = threads::run(3, |comm| {
             let config = if comm.rank() == 2 { other.clone() } else { plain(2) };
             Engine::builder().communicator(comm).initialize(|vb| linear(4, 3, vb), config).map(drop)
@@ -261,8 +261,8 @@ fn configurations_that_differ_between_ranks_are_refused_on_every_rank() {
         assert_eq!(first.replace("rank 0", "rank 1"), second);
         [first, third]
     });
-    insta::assert_snapshot!(told[0][0], @"rank 0 has a different configuration from rank 2: gradient_clipping is 0.5 on rank 0 and 0.25 on rank 2; every rank must get the same file or value, and the same schedule");
-    let [clipping, accumulation, stage, dtype] = told.map(|[_, third]| third);
+    insta::assert_snapshot!(messages[0][0], @"rank 0 has a different configuration from rank 2: gradient_clipping is 0.5 on rank 0 and 0.25 on rank 2; every rank must get the same file or value, and the same schedule");
+    let [clipping, accumulation, stage, dtype] = messages.map(|[_, third]| third);
     insta::assert_snapshot!(clipping, @"rank 2 has a different configuration from rank 0: gradient_clipping is 0.25 on rank 2 and 0.5 on rank 0; every rank must get the same file or value, and the same schedule");
     insta::assert_snapshot!(accumulation, @"rank 2 has a different configuration from rank 0: gradient_accumulation_steps is 2 on rank 2 and 1 on rank 0, train_batch_size is 12 on rank 2 and 6 on rank 0; every rank must get the same file or value, and the same schedule");
     insta::assert_snapshot!(stage, @"rank 2 has a different configuration from rank 0: zero_optimization.overlap_comm is true on rank 2 and false on rank 0, zero_optimization.stage is 3 on rank 2 and 2 on rank 0; every rank must get the same file or value, and the same schedule");
@@ -397,10 +397,10 @@ fn a_call_that_one_rank_alone_makes_is_named() {
         Ok(())
     });
     let all = errors(results.unwrap());
-    let told = all.iter().find(|text| text.contains("have diverged")).unwrap_or_else(|| panic!("{all:?}"));
-    assert!(told.contains("save_checkpoint (control no. "), "{told}");
-    assert!(told.contains("backward (") || told.contains("step ("), "{told}");
-    assert!(told.contains("never on only some of them as in `if rank == 0`"), "{told}");
+    let message = all.iter().find(|text| text.contains("have diverged")).unwrap_or_else(|| panic!("{all:?}"));
+    assert!(message.contains("save_checkpoint (control no. "), "{message}");
+    assert!(message.contains("backward (") || message.contains("step ("), "{message}");
+    assert!(message.contains("never on only some of them as in `if rank == 0`"), "{message}");
 }
 
 #[test]

@@ -68,7 +68,7 @@ fn every_optimizer_step_is_written_once_with_losses_of_all_ranks_and_the_coming_
         let shape = Shape { layers: 1, ..Shape::default() };
         let config = config(1, 2, json!({}), more.clone());
         let mut engine = builder.initialize(|vb| Tiny::new(shape, vb), config)?;
-        let mut told = vec![];
+        let mut records = vec![];
         for step in 0..steps {
             let mut losses = 0.0;
             for micro in 0..2 {
@@ -78,10 +78,10 @@ fn every_optimizer_step_is_written_once_with_losses_of_all_ranks_and_the_coming_
                 engine.step()?;
                 losses += f64::from(loss.to_scalar::<f32>()?);
             }
-            told.push((losses / 2.0, engine.lr()[0], engine.global_grad_norm().unwrap()));
+            records.push((losses / 2.0, engine.lr()[0], engine.global_grad_norm().unwrap()));
         }
         engine.write_events(&[MonitorEvent::new("Own/value", rank as f64 + 0.5, engine.global_samples())]);
-        Ok(told)
+        Ok(records)
     });
     let ranks: Vec<Vec<(f64, f64, f64)>> =
         ranks.unwrap().into_iter().map(|r: candle_zero::Result<_>| r.unwrap()).collect();
@@ -159,9 +159,9 @@ fn the_comms_logger_counts_what_the_report_counts() {
             let size = if *kind == CollectiveKind::Control { 8 } else { 4 };
             let bytes: u64 = of_kind.iter().map(|row| row.bytes * row.calls).sum();
             // The last number of a control message may have fewer than 8 bytes.
-            let rest = if *kind == CollectiveKind::Control { 8 * counted.calls } else { 1 };
-            let left = (counted.elements * size).checked_sub(bytes * parts);
-            assert!(left.is_some_and(|left| left < rest), "{kind:?}: {bytes} of {}", counted.elements * size);
+            let limit = if *kind == CollectiveKind::Control { 8 * counted.calls } else { 1 };
+            let gap = (counted.elements * size).checked_sub(bytes * parts);
+            assert!(gap.is_some_and(|gap| gap < limit), "{kind:?}: {bytes} of {}", counted.elements * size);
             assert!(of_kind.iter().all(|row| row.total_ms > 0.0 && row.bus_gbps <= row.algorithm_gbps));
         }
         assert!(rows.iter().any(|row| row.kind == CollectiveKind::AllGather && row.bus_gbps > 0.0));
@@ -174,7 +174,7 @@ fn collectives_are_printed_as_they_come_and_in_a_table_at_the_end() {
     let dir = tempfile::tempdir().unwrap();
     let more = json!({"comms_logger": {"verbose": true, "prof_all": false, "prof_ops": ["all_gather", "gossip"]}});
     let output = train_gpt(dir.path(), &["-n", "2"], more, &["--steps", "2"]).output().unwrap();
-    let lines = said(&output);
+    let lines = messages(&output);
     assert!(lines[0].starts_with("config: comms_logger.prof_ops: there is no operation `gossip`, only all_reduce,"));
     assert!(lines[1].starts_with("rank=0 | comm op: all_gather | time (ms): "), "{}", lines[1]);
     assert!(lines[1].contains(" | msg size: ") && lines[1].contains(" | algbw (Gbps): "), "{}", lines[1]);
@@ -209,7 +209,7 @@ fn train_gpt(dir: &Path, options: &[&str], more: Value, args: &[&str]) -> Comman
 }
 
 /// Returns the engine's messages, without the rank and the engine's prefix.
-fn said(output: &Output) -> Vec<String> {
+fn messages(output: &Output) -> Vec<String> {
     assert!(output.status.success(), "{}", stderr(output));
     stderr(output).lines().filter_map(|line| Some(line.split_once("[candle-zero] ")?.1.to_string())).collect()
 }
@@ -218,7 +218,7 @@ fn said(output: &Output) -> Vec<String> {
 fn progress_throughput_times_and_memory_are_printed_in_the_rhythm_of_steps_per_print() {
     let dir = tempfile::tempdir().unwrap();
     let more = json!({"steps_per_print": 2, "wall_clock_breakdown": true, "memory_breakdown": true});
-    let lines = said(&train_gpt(dir.path(), &["-n", "2"], more, &["--steps", "5"]).output().unwrap());
+    let lines = messages(&train_gpt(dir.path(), &["-n", "2"], more, &["--steps", "5"]).output().unwrap());
     let starting = |start: &str| lines.iter().filter(|line| line.starts_with(start)).collect::<Vec<_>>();
     let progress = |step| format!("step={step}, skipped=0, lr=[0.003], mom=[[0.9, 0.95]]");
     assert_eq!(starting("step="), [&progress(2), &progress(4)]);
@@ -244,10 +244,10 @@ fn progress_throughput_times_and_memory_are_printed_in_the_rhythm_of_steps_per_p
 #[test]
 fn the_state_is_dumped_once_at_the_start_and_without_keys_nothing_is_printed() {
     let dir = tempfile::tempdir().unwrap();
-    let lines = said(&train_gpt(dir.path(), &[], json!({}), &["--steps", "1"]).output().unwrap());
+    let lines = messages(&train_gpt(dir.path(), &[], json!({}), &["--steps", "1"]).output().unwrap());
     assert_eq!(lines, [""; 0]);
     let output = train_gpt(dir.path(), &["-n", "2"], json!({"dump_state": true}), &["--steps", "1"]).output().unwrap();
-    assert_eq!(said(&output), ["configuration: {"]);
+    assert_eq!(messages(&output), ["configuration: {"]);
     let text = stderr(&output);
     for line in ["\"train_batch_size\": 8", "ranks: 2", "dtype: F32", "in 2 units or outside", "moments "] {
         assert_eq!(text.matches(line).count(), 1, "{line}: {text}");
@@ -365,9 +365,9 @@ fn the_dashboard_of_grafana_asks_for_metrics_labels_and_tags_that_are_served() {
         assert!(!found.is_empty(), "{expression}");
         for (metric, labels) in found {
             // Prometheus itself adds `instance`.
-            let asked: Vec<_> = labels.into_iter().filter(|(name, ..)| *name != "instance").collect();
+            let requested: Vec<_> = labels.into_iter().filter(|(name, ..)| *name != "instance").collect();
             let is_served =
-                served.iter().any(|(name, has)| *name == metric && asked.iter().all(|label| has.contains(label)));
+                served.iter().any(|(name, has)| *name == metric && requested.iter().all(|label| has.contains(label)));
             assert!(is_served, "{expression}: {served:?}");
         }
     }
@@ -385,7 +385,7 @@ fn a_run_of_weights_and_biases_continues_from_its_checkpoint_and_has_each_step_o
         let more = json!({"wandb": {"enabled": true, "project": "p", "group": "g"}, "steps_per_print": 1000});
         let args = ["--steps", steps, "--save", "checkpoints", "--resume"];
         let mut command = train_gpt(dir.path(), &["-n", "2", "--run", "small"], more, &args);
-        said(&command.env_remove("WANDB_DIR").env_remove("WANDB_MODE").output().unwrap())
+        messages(&command.env_remove("WANDB_DIR").env_remove("WANDB_MODE").output().unwrap())
     };
     let first = train("3").join("\n");
     let second = train("5").join("\n");
@@ -394,12 +394,12 @@ fn a_run_of_weights_and_biases_continues_from_its_checkpoint_and_has_each_step_o
     let name = folder.file_name().unwrap().to_str().unwrap();
     let id = name.rsplit_once('-').unwrap().1;
     assert!(name.starts_with("offline-run-20") && id.len() == 8, "{name}");
-    let said = |how: &str| {
+    let message = |action: &str| {
         let folder = format!("wandb/{name}");
-        format!("Weights & Biases run {id} {how} {folder}; upload it with wandb sync")
+        format!("Weights & Biases run {id} {action} {folder}; upload it with wandb sync")
     };
-    assert!(first.contains(&said("is written to")), "{first}");
-    assert!(second.contains(&said("is continued in")), "{second}");
+    assert!(first.contains(&message("is written to")), "{first}");
+    assert!(second.contains(&message("is continued in")), "{second}");
     let bytes = std::fs::read(folder.join(format!("run-{id}.wandb"))).unwrap();
     let count = |text: &str| bytes.windows(text.len()).filter(|window| *window == text.as_bytes()).count();
     // The file is smaller than a block, so no text is divided. Each value is in the history and in the summary.
@@ -492,14 +492,14 @@ fn the_profile_is_printed_after_its_step_or_written_to_a_file() {
                                     "steps_per_print": 1000})
     };
     let output = train_gpt(dir.path(), &["-n", "2"], more(Value::Null), &["--steps", "3"]).output().unwrap();
-    assert_eq!(said(&output), ["flops profile of step 3"]);
+    assert_eq!(messages(&output), ["flops profile of step 3"]);
     let text = stderr(&output);
     for word in ["samples/second", "MFU ", "fwd+bwd flops of rank 0", "top modules at depth 2", "\nmodules\n", "h.1 "] {
         let text = text.replace("[0] ", "").replace("[rank 0] ", "");
         assert!(text.contains(word), "{word}: {text}");
     }
     let output = train_gpt(dir.path(), &["-n", "2"], more(json!("profile.txt")), &["--steps", "3"]).output().unwrap();
-    assert_eq!(said(&output), [""; 0]);
+    assert_eq!(messages(&output), [""; 0]);
     let text = std::fs::read_to_string(dir.path().join("profile.txt")).unwrap();
     assert!(text.starts_with("flops profile of step 3\n") && text.contains("\ntop modules at depth 1\n"), "{text}");
     let nowhere = train_gpt(dir.path(), &[], more(json!("no/such/profile.txt")), &["--steps", "1"]).output().unwrap();

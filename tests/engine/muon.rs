@@ -40,8 +40,8 @@ fn recorded_weights_are_met_over_any_number_of_ranks_at_every_stage() {
     };
     let folder = tempfile::tempdir().unwrap();
     let init = folder.path().join("init.safetensors");
-    let named = ["a", "b"].iter().enumerate().map(|(k, name)| (*name, tensor(k, &initial))).collect();
-    candle_core::safetensors::save(&named, &init).unwrap();
+    let tensors = ["a", "b"].iter().enumerate().map(|(k, name)| (*name, tensor(k, &initial))).collect();
+    candle_core::safetensors::save(&tensors, &init).unwrap();
     for case in file["cases"].as_array().unwrap().iter().filter(|c| c["name"] == "Muon") {
         let (hyper, aux) = (&case["hyper"], &case["hyper"]["aux_adam"]);
         // Muon and Adam share one key for the weight decay. In the second case, their values differ, so a group sets
@@ -74,14 +74,14 @@ fn recorded_weights_are_met_over_any_number_of_ranks_at_every_stage() {
                 let expected = case["after_step"]["10"][name]["param"].as_array().unwrap();
                 let expected: Vec<f32> = expected.iter().map(|x| x.as_f64().unwrap() as f32).collect();
                 let largest = expected.iter().fold(0f32, |m, x| m.max(x.abs()));
-                let off = found.iter().zip(&expected).fold(0f32, |m, (a, b)| m.max((a - b).abs())) / largest;
+                let error = found.iter().zip(&expected).fold(0f32, |m, (a, b)| m.max((a - b).abs())) / largest;
                 let tolerance = match () {
                     () if hyper["ns_method"] == "standard" && name == "b" => 2e-2,
                     // The mean of three equal gradients is rounded.
                     () if world == 3 => 1.2e-6,
                     () => 1e-6,
                 };
-                assert!(off <= tolerance, "{name} at stage {stage} with world size {world}: {off:e}, {hyper}");
+                assert!(error <= tolerance, "{name} at stage {stage} with world size {world}: {error:e}, {hyper}");
             }
         }
     }
@@ -110,8 +110,8 @@ fn matrices_have_one_moment_and_whole_ones_are_on_one_rank_at_a_time() {
                 assert_eq!(held as f64, expected + row.padding, "{report}");
                 // Each of the 15 parameters has padding: less than one element per rank or, in files, up to the
                 // alignment of requests.
-                let most = 15.0 * 8.0 * if files { 2048.0 } else { world as f64 };
-                assert!((0.0..=most).contains(&row.padding), "{report}");
+                let max_padding = 15.0 * 8.0 * if files { 2048.0 } else { world as f64 };
+                assert!((0.0..=max_padding).contains(&row.padding), "{report}");
                 // At their peak, the buckets hold two full matrices of 12 x 37 and the products of one of them, or a
                 // bucket of gradients.
                 let buckets = report.row(MemoryKind::Buckets).bytes;

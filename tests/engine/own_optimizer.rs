@@ -15,17 +15,17 @@ const STEPS: usize = 5;
 const LR: f64 = 0.05;
 
 /// SGD with momentum and weight decay, with the same order of operations as the built-in one; it also counts its steps.
-struct Own {
+struct CustomSgd {
     names: &'static [&'static str],
 }
 
-impl Own {
+impl CustomSgd {
     fn new() -> Self {
         Self { names: &["momentum_buffer", "steps"] }
     }
 }
 
-impl Optimizer for Own {
+impl Optimizer for CustomSgd {
     fn name(&self) -> &str {
         "own"
     }
@@ -88,11 +88,11 @@ fn it_gives_the_same_bits_at_all_stages_and_in_files_as_the_built_in_one() {
                     zero["offload_optimizer"] = json!({"device": "nvme", "nvme_path": folder.path()});
                 }
                 let config = config(stage, 1, zero, with(Value::Null));
-                let own = train_with(world, SHAPE, &config, STEPS, |builder| builder.optimizer(Own::new()));
-                for (own, reference) in own.iter().zip(&reference) {
-                    let told = format!("stage {stage}, world {world}, files {files}, {more}");
-                    assert_eq!((&own.losses, &own.norms), (&reference.losses, &reference.norms), "{told}");
-                    assert!(own.exported == reference.exported, "{told}");
+                let custom = train_with(world, SHAPE, &config, STEPS, |builder| builder.optimizer(CustomSgd::new()));
+                for (custom, reference) in custom.iter().zip(&reference) {
+                    let case = format!("stage {stage}, world {world}, files {files}, {more}");
+                    assert_eq!((&custom.losses, &custom.norms), (&reference.losses, &reference.norms), "{case}");
+                    assert!(custom.exported == reference.exported, "{case}");
                 }
             }
         }
@@ -100,8 +100,12 @@ fn it_gives_the_same_bits_at_all_stages_and_in_files_as_the_built_in_one() {
 }
 
 /// Starts the tiny model on a rank with a custom optimizer.
-fn start(comm: std::sync::Arc<dyn candle_zero::comm::Communicator>, stage: u8, own: Own) -> Result<Engine<Tiny>> {
-    let builder = Engine::builder().communicator(comm).device(Device::Cpu).optimizer(own);
+fn start(
+    comm: std::sync::Arc<dyn candle_zero::comm::Communicator>,
+    stage: u8,
+    optimizer: CustomSgd,
+) -> Result<Engine<Tiny>> {
+    let builder = Engine::builder().communicator(comm).device(Device::Cpu).optimizer(optimizer);
     builder.initialize(|vb| Tiny::new(SHAPE, vb), config(stage, 1, json!({}), keys()))
 }
 
@@ -117,7 +121,7 @@ fn step(engine: &mut Engine<Tiny>) -> Result<u32> {
 fn its_states_are_saved_and_loaded_at_any_stage() {
     let folder = tempfile::tempdir().unwrap();
     let uninterrupted = threads::run(2, |comm| {
-        let mut engine = start(comm, 2, Own::new())?;
+        let mut engine = start(comm, 2, CustomSgd::new())?;
         let mut losses = vec![];
         for n in 0..6 {
             if n == 3 {
@@ -130,7 +134,7 @@ fn its_states_are_saved_and_loaded_at_any_stage() {
     let uninterrupted = uninterrupted.unwrap().remove(0).unwrap();
     for stage in [0, 1, 3] {
         let resumed = threads::run(2, |comm| {
-            let mut engine = start(comm, stage, Own::new())?;
+            let mut engine = start(comm, stage, CustomSgd::new())?;
             engine.load_checkpoint(folder.path(), None, &LoadOptions::default())?.unwrap();
             (3..6).map(|_| step(&mut engine)).collect::<Result<Vec<_>>>()
         });
@@ -154,7 +158,7 @@ fn its_states_are_saved_and_loaded_at_any_stage() {
 fn it_wins_over_the_configuration_and_its_rate_is_what_the_schedule_starts_from() {
     let engine = |scheduler: Value| {
         let keys = json!({"scheduler": scheduler, "optimizer": {"type": "Lion", "params": {"lr": 7.0}}});
-        let builder = Engine::builder().device(Device::Cpu).optimizer(Own::new());
+        let builder = Engine::builder().device(Device::Cpu).optimizer(CustomSgd::new());
         builder.initialize(|vb| Tiny::new(SHAPE, vb), config(0, 1, json!({}), keys)).unwrap()
     };
     assert_eq!(engine(Value::Null).lr(), [LR]);
@@ -173,29 +177,29 @@ fn it_wins_over_the_configuration_and_its_rate_is_what_the_schedule_starts_from(
 
 #[test]
 fn what_cannot_work_is_refused_by_name() {
-    let refused = |own: Own, stage: u8, keys: Value, groups: Vec<ParameterGroup>| {
-        let builder = Engine::builder().device(Device::Cpu).optimizer(own).parameter_groups(groups);
+    let refused = |optimizer: CustomSgd, stage: u8, keys: Value, groups: Vec<ParameterGroup>| {
+        let builder = Engine::builder().device(Device::Cpu).optimizer(optimizer).parameter_groups(groups);
         match builder.initialize(|vb| Tiny::new(SHAPE, vb), config(stage, 1, json!({}), keys)) {
             Ok(_) => panic!("it must be refused"),
             Err(error) => error.to_string(),
         }
     };
     let plain = json!({"optimizer": null, "scheduler": null});
-    insta::assert_snapshot!(refused(Own::new(), 1, plain, vec![]), @r#"optimizer own counts as untested with ZeRO (stage 1); set "zero_allow_untested_optimizer": true in the configuration, or use stage 0"#);
-    let named = |names| refused(Own { names }, 0, keys(), vec![]);
+    insta::assert_snapshot!(refused(CustomSgd::new(), 1, plain, vec![]), @r#"optimizer own counts as untested with ZeRO (stage 1); set "zero_allow_untested_optimizer": true in the configuration, or use stage 0"#);
+    let named = |names| refused(CustomSgd { names }, 0, keys(), vec![]);
     insta::assert_snapshot!(named(&["a", "a"]), @"the states of optimizer own are called a, a: two have the same name; give each state a valid and unique name");
     insta::assert_snapshot!(named(&["fp32"]), @"the states of optimizer own are called fp32: checkpoints call the weights fp32; give each state a valid and unique name");
     insta::assert_snapshot!(named(&["a", ""]), @"the states of optimizer own are called a, : one has no name; give each state a valid and unique name");
     let groups = vec![ParameterGroup::new().betas(0.9, 0.99)];
-    insta::assert_snapshot!(refused(Own::new(), 0, keys(), groups), @"parameter group 0 (counted from 0): it has betas, but own has none; leave them out");
+    insta::assert_snapshot!(refused(CustomSgd::new(), 0, keys(), groups), @"parameter group 0 (counted from 0): it has betas, but own has none; leave them out");
 }
 
 #[test]
 fn ranks_with_different_ones_are_an_error_on_all_of_them() {
     let ranks = threads::run(2, |comm| {
         let names: [&'static [&'static str]; 2] = [&["a", "b"], &["a", "c"]];
-        let own = Own { names: names[comm.rank()] };
-        start(comm, 2, own).map(|_| ())
+        let optimizer = CustomSgd { names: names[comm.rank()] };
+        start(comm, 2, optimizer).map(|_| ())
     });
     for rank in ranks.unwrap() {
         assert!(matches!(rank, Err(Error::Engine(EngineError::ConfigsDiffer { .. }))), "{rank:?}");

@@ -166,8 +166,8 @@ fn lists_need_a_number_for_each_group() {
 
 #[test]
 fn a_schedule_of_ones_own_may_tell_groups_apart() {
-    struct Own;
-    impl LrSchedule for Own {
+    struct PerGroup;
+    impl LrSchedule for PerGroup {
         fn lr(&self, applied: u64) -> f64 {
             (applied + 1) as f64
         }
@@ -176,7 +176,7 @@ fn a_schedule_of_ones_own_may_tell_groups_apart() {
         }
     }
     let (builder, config) = of_two_groups(&Value::Null, [0.1, 0.2]);
-    let mut engine = start(builder.schedule(Own), config.clone()).unwrap();
+    let mut engine = start(builder.schedule(PerGroup), config.clone()).unwrap();
     step(&mut engine).unwrap();
     assert_eq!(engine.lr(), [2.0, 20.0]);
     let engine = start(of_two_groups(&Value::Null, [0.1, 0.2]).0.schedule(|_| 0.5), config).unwrap();
@@ -228,11 +228,11 @@ fn a_checkpoint_goes_on_with_the_groups_of_the_new_run() {
         (engine.lr(), weights)
     };
     let (_, saved) = run([0.1, 0.2], 2, false);
-    let (lr, on) = run([0.0, 0.2], 2, true);
+    let (lr, resumed) = run([0.0, 0.2], 2, true);
     assert_eq!(lr, [0.0, 0.2]);
     // The optimizer states exist regardless of the groups; here the first group has a rate of 0, so its weights do not
     // change.
-    assert_eq!(on[..3], saved[..3]);
-    let (_, all) = run([0.1, 0.2], 4, false);
-    assert_eq!(on[3..], all[3..]);
+    assert_eq!(resumed[..3], saved[..3]);
+    let (_, uninterrupted) = run([0.1, 0.2], 4, false);
+    assert_eq!(resumed[3..], uninterrupted[3..]);
 }

@@ -49,18 +49,18 @@ fn groups(of_vectors: &Value) -> Vec<ParameterGroup> {
     vec![group]
 }
 
-fn assert_near(found: &[f32], expected: &Value, what: &str) {
+fn assert_near(found: &[f32], expected: &Value, context: &str) {
     let expected: Vec<f64> = serde_json::from_value(expected.clone()).unwrap();
     assert_eq!(found.len(), expected.len());
     for (i, (found, expected)) in found.iter().zip(expected).enumerate() {
-        let off = (f64::from(*found) - expected).abs();
-        assert!(off <= 1e-6 * expected.abs().max(1.0), "{what}, element {i}: {found} and {expected}");
+        let difference = (f64::from(*found) - expected).abs();
+        assert!(difference <= 1e-6 * expected.abs().max(1.0), "{context}, element {i}: {found} and {expected}");
     }
 }
 
 /// Trains as a case of the fixture does, and compares the weights after each recorded step.
-fn follows(recorded: &Value, case: &Value, world: usize, stage: u8) {
-    let what = format!("{} {}, stage {stage}, world {world}", case["type"], case["params"]);
+fn check_case(recorded: &Value, case: &Value, world: usize, stage: u8) {
+    let context = format!("{} {}, stage {stage}, world {world}", case["type"], case["params"]);
     let config = json!({
         "train_micro_batch_size_per_gpu": 1, "gradient_check": false, "gradient_clipping": 0,
         "zero_allow_untested_optimizer": true,
@@ -93,7 +93,7 @@ fn follows(recorded: &Value, case: &Value, world: usize, stage: u8) {
             })?;
             if let Some(expected) = steps.get(&(step - 1).to_string()) {
                 for (name, values) in NAMES.iter().zip(&trained) {
-                    assert_near(values, &expected["trained"][name], &format!("{what}, step {}, {name}", step - 1));
+                    assert_near(values, &expected["trained"][name], &format!("{context}, step {}, {name}", step - 1));
                 }
             }
             if step > last {
@@ -103,10 +103,10 @@ fn follows(recorded: &Value, case: &Value, world: usize, stage: u8) {
             engine.step()?;
             if let Some(expected) = steps.get(&step.to_string()).and_then(|step| step.get("averaged")) {
                 for (k, name) in NAMES.iter().enumerate() {
-                    let of = engine.eval(|params| params[k].flatten_all())?.to_vec1::<f32>()?;
-                    assert_near(&of, &expected[name], &format!("{what}, average of step {step}, {name}"));
+                    let average = engine.eval(|params| params[k].flatten_all())?.to_vec1::<f32>()?;
+                    assert_near(&average, &expected[name], &format!("{context}, average of step {step}, {name}"));
                     let full = engine.safe_get_full_fp32_param(name)?.flatten_all()?.to_vec1::<f32>()?;
-                    assert_eq!(full, of, "{what}: the average is what is exported");
+                    assert_eq!(full, average, "{context}: the average is what is exported");
                 }
             }
         }
@@ -122,7 +122,7 @@ fn weights_follow_the_reference_to_a_millionth_over_20_steps_with_groups() {
     assert_eq!(cases.len(), 8);
     for case in cases {
         for (world, stage) in [(1, 0), (2, 1), (2, 2)] {
-            follows(&recorded, case, world, stage);
+            check_case(&recorded, case, world, stage);
         }
     }
 }
@@ -152,8 +152,8 @@ fn second_moments_of_matrices_are_sums_over_rows_and_columns_that_every_rank_has
             // The decay rate of the first step is 0.
             let expected = grad.sqr()?.mean(dim)?.flatten_all()?.to_vec1::<f32>()?;
             assert_eq!(found.len(), expected.len());
-            let off = found.iter().zip(&expected).map(|(a, b)| (a / b - 1.0).abs()).fold(0.0, f32::max);
-            assert!(off < 1e-6, "{key}: {found:?} {expected:?}");
+            let difference = found.iter().zip(&expected).map(|(a, b)| (a / b - 1.0).abs()).fold(0.0, f32::max);
+            assert!(difference < 1e-6, "{key}: {found:?} {expected:?}");
             states.push((found, engine.safe_get_local_optimizer_state("t", key)?.to_vec1::<f32>()?));
         }
         assert!(states.iter().all(|(full, local)| full == local));

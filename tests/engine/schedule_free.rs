@@ -29,11 +29,11 @@ enum EvaluationAfter {
 
 type Losses = Vec<u32>;
 
-/// Trains, calls `at` at each point of [`EvaluationAfter`], and returns the losses of rank 0 and the exported file.
+/// Trains, calls `probe` at each point of [`EvaluationAfter`], and returns the losses of rank 0 and the exported file.
 fn train(
     world: usize,
     config: &Value,
-    at: impl Fn(&mut Engine<Tiny>, EvaluationAfter) -> Result<()> + Sync,
+    probe: impl Fn(&mut Engine<Tiny>, EvaluationAfter) -> Result<()> + Sync,
 ) -> (Losses, Vec<u8>) {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.safetensors");
@@ -46,11 +46,11 @@ fn train(
             let (ids, targets) = batch(step * world + rank);
             let loss = engine.forward(|model| model.loss(&ids, &targets))?;
             losses.push(loss.to_scalar::<f32>()?.to_bits());
-            at(&mut engine, EvaluationAfter::Forward)?;
+            probe(&mut engine, EvaluationAfter::Forward)?;
             engine.backward(&loss)?;
-            at(&mut engine, EvaluationAfter::Backward)?;
+            probe(&mut engine, EvaluationAfter::Backward)?;
             engine.step()?;
-            at(&mut engine, EvaluationAfter::Step)?;
+            probe(&mut engine, EvaluationAfter::Step)?;
         }
         engine.export_safetensors(&file)?;
         Ok::<_, candle_zero::Error>(losses)
@@ -82,16 +82,16 @@ fn evaluations_at_any_point_change_no_bit_of_the_training_at_any_stage_and_in_fi
         let reference = train(world, &config(0, 1, json!({}), keys(json!({}))), |_, _| Ok(()));
         for (stage, files) in [(0, None), (1, None), (2, Some(folder.path())), (3, None), (3, Some(folder.path()))] {
             let config = config(stage, 1, zero(stage, files), keys(json!({})));
-            for place in [EvaluationAfter::Forward, EvaluationAfter::Backward, EvaluationAfter::Step] {
-                let evaluating = train(world, &config, |engine, here| {
-                    if here == place {
+            for point in [EvaluationAfter::Forward, EvaluationAfter::Backward, EvaluationAfter::Step] {
+                let evaluating = train(world, &config, |engine, current| {
+                    if current == point {
                         evaluate(engine)?;
                     }
                     Ok(())
                 });
-                let what = format!("stage {stage}, world {world}, {files:?}, {place:?}");
-                assert_eq!(evaluating.0, reference.0, "losses: {what}");
-                assert!(evaluating.1 == reference.1, "exported weights: {what}");
+                let context = format!("stage {stage}, world {world}, {files:?}, {point:?}");
+                assert_eq!(evaluating.0, reference.0, "losses: {context}");
+                assert!(evaluating.1 == reference.1, "exported weights: {context}");
             }
         }
     }

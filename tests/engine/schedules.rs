@@ -76,23 +76,23 @@ fn adam_takes_the_betas_that_deepspeed_recorded() {
         let ranks = threads::run(world, |comm| {
             let mut engine = start(Engine::builder().communicator(comm), &config)?;
             for (lr, beta1, beta2) in &steps {
-                let near = |a: f64, b: f64| (a - b).abs() <= 1e-9 * b;
-                assert!(near(engine.lr()[0], *lr));
+                let is_close = |a: f64, b: f64| (a - b).abs() <= 1e-9 * b;
+                assert!(is_close(engine.lr()[0], *lr));
                 let [Momentum::Betas(first, second)] = engine.momentum()[..] else { panic!("Adam has betas") };
-                assert!(near(first, *beta1) && near(second, *beta2), "{first} {second}");
+                assert!(is_close(first, *beta1) && is_close(second, *beta2), "{first} {second}");
                 train(&mut engine)?;
             }
             Ok(weights(&mut engine))
         });
         for rank in ranks.unwrap() {
-            let off = distance(&rank.unwrap(), &expected);
-            assert!(off < 2e-6, "{off}");
+            let difference = distance(&rank.unwrap(), &expected);
+            assert!(difference < 2e-6, "{difference}");
         }
     }
     // With the optimizer's own betas, the result differs.
-    let own: Vec<_> = steps.iter().map(|(lr, ..)| (*lr, 0.9, 0.999)).collect();
-    let other: Vec<f32> = reference(&own).into_iter().map(|w| w as f32).collect();
-    assert!(distance(&other, &expected) > 1e-3);
+    let constant_betas: Vec<_> = steps.iter().map(|(lr, ..)| (*lr, 0.9, 0.999)).collect();
+    let with_constant_betas: Vec<f32> = reference(&constant_betas).into_iter().map(|w| w as f32).collect();
+    assert!(distance(&with_constant_betas, &expected) > 1e-3);
 }
 
 #[test]
@@ -104,17 +104,17 @@ fn a_run_goes_on_from_a_checkpoint_with_the_rate_and_the_betas_that_it_had() {
     let config = config(0, adam(), scheduler);
     // Checkpoints are saved at the start, during the rise, during the fall, and during the decay.
     for saved_at in [0, 2, 5, 9] {
-        let seen = |engine: &Engine<Tensor>| (engine.lr(), engine.momentum());
-        let mut whole = start(Engine::builder(), &config).unwrap();
-        (0..saved_at).for_each(|_| train(&mut whole).unwrap());
-        whole.save_checkpoint(folder.path(), Some(&format!("at{saved_at}")), Value::Null).unwrap();
+        let rates = |engine: &Engine<Tensor>| (engine.lr(), engine.momentum());
+        let mut uninterrupted = start(Engine::builder(), &config).unwrap();
+        (0..saved_at).for_each(|_| train(&mut uninterrupted).unwrap());
+        uninterrupted.save_checkpoint(folder.path(), Some(&format!("at{saved_at}")), Value::Null).unwrap();
         let mut resumed = start(Engine::builder(), &config).unwrap();
         resumed.load_checkpoint(folder.path(), None, &LoadOptions::default()).unwrap().unwrap();
         for _ in 0..4 {
-            assert_eq!(seen(&resumed), seen(&whole), "{saved_at}");
-            train(&mut whole).unwrap();
+            assert_eq!(rates(&resumed), rates(&uninterrupted), "{saved_at}");
+            train(&mut uninterrupted).unwrap();
             train(&mut resumed).unwrap();
-            assert_eq!(weights(&mut resumed), weights(&mut whole), "{saved_at}");
+            assert_eq!(weights(&mut resumed), weights(&mut uninterrupted), "{saved_at}");
         }
     }
 }
@@ -138,8 +138,8 @@ fn a_schedule_of_ones_own_wins_over_the_configuration() {
     let mut engine = start(Engine::builder().schedule(Rising), &config(0, adam(), warm_up.clone())).unwrap();
     (0..10).for_each(|_| train(&mut engine).unwrap());
     let steps: Vec<_> = (0..10).map(|n| (0.001 * f64::from(n + 1), 0.5 + 0.01 * f64::from(n), 0.95)).collect();
-    let off = distance(&weights(&mut engine), &reference(&steps));
-    assert!(off < 2e-6, "{off}");
+    let difference = distance(&weights(&mut engine), &reference(&steps));
+    assert!(difference < 2e-6, "{difference}");
     assert_eq!((engine.lr(), engine.momentum()), (vec![0.001 * 11.0], vec![Momentum::Betas(0.5 + 0.1, 0.95)]));
 
     // A closure changes only the rate, and SGD has no betas to change.
@@ -155,8 +155,8 @@ fn a_schedule_of_ones_own_wins_over_the_configuration() {
 
 #[test]
 fn a_schedule_that_comes_to_no_number_or_differs_between_ranks_is_an_error() {
-    let ends = |applied: u64| if applied < 2 { 0.1 } else { f64::INFINITY };
-    let mut engine = start(Engine::builder().schedule(ends), &config(0, adam(), Value::Null)).unwrap();
+    let overflowing = |applied: u64| if applied < 2 { 0.1 } else { f64::INFINITY };
+    let mut engine = start(Engine::builder().schedule(overflowing), &config(0, adam(), Value::Null)).unwrap();
     train(&mut engine).unwrap();
     train(&mut engine).unwrap();
     let before = weights(&mut engine);

@@ -41,7 +41,7 @@ fn the_generators_backward_leaves_the_discriminators_gradients_alone() {
 
 #[test]
 fn an_error_of_one_engine_stops_the_other_in_words() {
-    let told = threads::run(2, |comm| {
+    let results = threads::run(2, |comm| {
         let mut gan = Gan::new(1, Some(comm))?;
         if gan.generator.rank() == 1 {
             let nan = gan.generator.forward(|_| candle_core::Tensor::new(f32::NAN, &candle_core::Device::Cpu))?;
@@ -49,7 +49,7 @@ fn an_error_of_one_engine_stops_the_other_in_words() {
         }
         gan.judge(0).map(drop)
     });
-    for result in told.unwrap() {
+    for result in results.unwrap() {
         let error = result.unwrap_err().to_string();
         assert!(error.contains("the loss is NaN on rank 1"), "{error}");
     }

@@ -68,14 +68,14 @@ impl Trace {
     fn check_nesting(&self) {
         let mut open: BTreeMap<(u64, &str), Vec<Time>> = BTreeMap::new();
         for (time, rank, lane, event) in &self.events {
-            let around = open.entry((*rank, lane)).or_default();
+            let enclosing = open.entry((*rank, lane)).or_default();
             // Sums of decimals are inexact; a nanosecond is 0.001.
-            while around.last().is_some_and(|around| around.1 <= time.0 + 1e-4) {
-                around.pop();
+            while enclosing.last().is_some_and(|enclosing| enclosing.1 <= time.0 + 1e-4) {
+                enclosing.pop();
             }
-            let ends = around.last().map_or(f64::INFINITY, |around| around.1);
-            assert!(time.1 <= ends + 1e-4, "{event} ends after the enclosing event, at {ends}");
-            around.push(*time);
+            let end = enclosing.last().map_or(f64::INFINITY, |enclosing| enclosing.1);
+            assert!(time.1 <= end + 1e-4, "{event} ends after the enclosing event, at {end}");
+            enclosing.push(*time);
         }
     }
 
@@ -94,26 +94,26 @@ impl Trace {
     /// Returns the number of microseconds during which units compute while data is transferred.
     fn overlap(&self, rank: u64) -> f64 {
         let compute = without(&self.times(rank, |cat, _| cat == "unit"), &self.times(rank, |cat, _| cat == "wait"));
-        let travel = self.times(rank, |cat, name| cat == "collective" && name != "control" && name != "barrier");
-        assert!(!compute.is_empty() && !travel.is_empty());
+        let transfers = self.times(rank, |cat, name| cat == "collective" && name != "control" && name != "barrier");
+        assert!(!compute.is_empty() && !transfers.is_empty());
         let common = |a: &Time, b: &Time| (a.1.min(b.1) - a.0.max(b.0)).max(0.0);
-        compute.iter().flat_map(|a| travel.iter().map(move |b| common(a, b))).sum()
+        compute.iter().flat_map(|a| transfers.iter().map(move |b| common(a, b))).sum()
     }
 }
 
 /// Returns the parts of `times` that are not in `taken`; both are sorted.
 fn without(times: &[Time], taken: &[Time]) -> Vec<Time> {
-    let mut left = Vec::new();
+    let mut remaining = Vec::new();
     for (mut from, to) in times.iter().copied() {
         for taken in taken {
             if taken.1 > from && taken.0 < to {
-                left.push((from, taken.0));
+                remaining.push((from, taken.0));
                 from = taken.1;
             }
         }
-        left.push((from, to));
+        remaining.push((from, to));
     }
-    left.into_iter().filter(|(from, to)| from < to).collect()
+    remaining.into_iter().filter(|(from, to)| from < to).collect()
 }
 
 /// Returns a command that runs two ranks at stage 3 over shared memory.
@@ -140,19 +140,19 @@ fn the_ranks_of_a_job_gather_and_reduce_while_units_compute() {
         let output = command.output().unwrap();
         assert!(output.status.success(), "{}", stderr(&output));
         let trace = Trace::read(&path);
-        let told = format!("zerorun: {} events of 2 ranks are in {};", trace.events.len(), path.display());
-        assert!(stderr(&output).contains(&told), "{told} {}", stderr(&output));
+        let message = format!("zerorun: {} events of 2 ranks are in {};", trace.events.len(), path.display());
+        assert!(stderr(&output).contains(&message), "{message} {}", stderr(&output));
         trace
     };
     let trace = run(true);
     assert_eq!((trace.ranks(), trace.dropped), ([0, 1].into(), 0));
     for rank in [0, 1] {
-        for (what, count) in [("forward", 8), ("backward", 8), ("step", 8), ("initialize", 1)] {
-            let calls = trace.times(rank, |cat, name| (cat, name) == ("engine", what));
-            assert_eq!(calls.len(), count, "{what} of rank {rank}");
+        for (call, count) in [("forward", 8), ("backward", 8), ("step", 8), ("initialize", 1)] {
+            let calls = trace.times(rank, |cat, name| (cat, name) == ("engine", call));
+            assert_eq!(calls.len(), count, "{call} of rank {rank}");
         }
-        for what in ["forward h.0", "forward h.3", "backward h.0", "backward h.3", "backward root"] {
-            assert_eq!(trace.times(rank, |cat, name| (cat, name) == ("unit", what)).len(), 8, "{what} of rank {rank}");
+        for call in ["forward h.0", "forward h.3", "backward h.0", "backward h.3", "backward root"] {
+            assert_eq!(trace.times(rank, |cat, name| (cat, name) == ("unit", call)).len(), 8, "{call} of rank {rank}");
         }
         assert_eq!(trace.times(rank, |_, name| name == "vote").len(), 4);
         assert!(!trace.times(rank, |cat, name| cat == "optimizer" && name == "sub-group").is_empty());
@@ -165,12 +165,12 @@ fn the_ranks_of_a_job_gather_and_reduce_while_units_compute() {
     let steps: Vec<u64> = trace.events.iter().filter_map(|(_, _, _, event)| event["args"]["step"].as_u64()).collect();
     assert_eq!(steps.iter().copied().collect::<BTreeSet<_>>(), (0..4).collect());
     // Without overlap, only the moment between the launch of a collective and the wait for it remains.
-    let apart = run(false);
+    let without_overlap = run(false);
     let sum = |trace: &Trace| trace.overlap(0) + trace.overlap(1);
-    let (during, after) = (sum(&trace), sum(&apart));
+    let (during, after) = (sum(&trace), sum(&without_overlap));
     assert!(during > 2.0 * after && during > 1000.0, "{during} us during computation, {after} us without overlap_comm");
-    let left: Vec<String> = names(folder.path()).into_iter().filter(|name| name.starts_with('.')).collect();
-    assert!(left.is_empty(), "{left:?}");
+    let leftovers: Vec<String> = names(folder.path()).into_iter().filter(|name| name.starts_with('.')).collect();
+    assert!(leftovers.is_empty(), "{leftovers:?}");
 }
 
 fn names(folder: &Path) -> Vec<String> {
@@ -226,9 +226,9 @@ fn ranks_that_are_threads_share_a_trace_and_compute_the_same() {
         for (rank, unit) in [(0, "layer.0"), (0, "layer.1"), (1, "layer.0"), (1, "layer.1")] {
             // Below stage 3, a unit's backward pass is recorded only if its output comes from one of candle-zero's
             // operations; the blocks of this model end with an addition by Candle.
-            for what in if stage == 3 { &["forward", "backward"][..] } else { &["forward"] } {
-                let times = trace.times(rank, |cat, name| cat == "unit" && name == format!("{what} {unit}"));
-                assert_eq!(times.len(), 10, "{what} of {unit}, stage {stage}");
+            for pass in if stage == 3 { &["forward", "backward"][..] } else { &["forward"] } {
+                let times = trace.times(rank, |cat, name| cat == "unit" && name == format!("{pass} {unit}"));
+                assert_eq!(times.len(), 10, "{pass} of {unit}, stage {stage}");
             }
         }
     }
@@ -246,9 +246,9 @@ fn files_and_checkpoints_have_lanes_and_engines_that_follow_share_a_file() {
         || train_with(1, shape, &config(3, 1, offload.clone(), json!({})), 2, |builder| builder.timeline(&path));
     train();
     let first = Trace::read(&path);
-    let bytes = |what: &str| -> u64 {
+    let bytes = |operation: &str| -> u64 {
         let files =
-            first.events.iter().filter(|(_, _, lane, event)| lane.starts_with("files ") && event["name"] == what);
+            first.events.iter().filter(|(_, _, lane, event)| lane.starts_with("files ") && event["name"] == operation);
         files.map(|(_, _, _, event)| event["args"]["bytes"].as_u64().unwrap()).sum()
     };
     assert!(bytes("read") > 0 && bytes("write") > 0);
@@ -267,8 +267,8 @@ fn the_environment_alone_is_enough() {
     let words: Vec<_> = command.get_args().skip_while(|word| *word != example("train_gpt")).map(Into::into).collect();
     let words: Vec<std::ffi::OsString> = words;
     let path = folder.path().join("alone.json");
-    let alone = Command::new(&words[0]).args(&words[1..]).env("CANDLE_ZERO_TIMELINE", &path).output().unwrap();
-    assert!(alone.status.success(), "{}", stderr(&alone));
+    let output = Command::new(&words[0]).args(&words[1..]).env("CANDLE_ZERO_TIMELINE", &path).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
     assert_eq!(Trace::read(&path).ranks(), [0].into());
     // The launcher accepts the variable in place of its own option.
     command = zerorun();
@@ -280,14 +280,14 @@ fn the_environment_alone_is_enough() {
 
 #[test]
 fn a_place_where_no_file_can_be_is_refused_before_anything_starts() {
-    for (place, problem) in
+    for (path, problem) in
         [("no/such/folder/trace.json", "the folder no/such/folder does not exist"), ("support", "it is a folder")]
     {
-        let output = zerorun().args(["--timeline", place, "/bin/echo", "started"]).output().unwrap();
+        let output = zerorun().args(["--timeline", path, "/bin/echo", "started"]).output().unwrap();
         assert_eq!(output.status.code(), Some(2));
         assert!(output.stdout.is_empty());
-        let told = format!("zerorun: cannot write the timeline {place}: {problem}");
-        assert!(stderr(&output).starts_with(&told), "{}", stderr(&output));
+        let message = format!("zerorun: cannot write the timeline {path}: {problem}");
+        assert!(stderr(&output).starts_with(&message), "{}", stderr(&output));
     }
     let folder = folder();
     let nowhere = folder.path().join("none/trace.json");

@@ -61,15 +61,15 @@ fn answer(
 fn an_answer_is_what_the_model_generates_up_to_a_token_that_ends_it() {
     let opened = llama();
     let (generator, model) = (opened.generator(), opened.model());
-    let prompt = generator.of_conversation(&Conversation::new([("user", "hello there")])).unwrap();
+    let prompt = generator.encode_conversation(&Conversation::new([("user", "hello there")])).unwrap();
     let text = "<|im_start|>user\nhello there<|im_end|>\n<|im_start|>assistant\n";
     assert_eq!(opened.tokenizer.decode(&prompt, false).unwrap(), text);
     let want = model.generate(&prompt, 40, 0.0, 0).unwrap();
-    let cut = want.iter().position(|id| generator.ends().contains(id));
-    let (said, pieces) = answer(&generator, &model, &prompt, &sampling(40));
-    assert_eq!((said.ids.as_slice(), said.ended), (&want[..cut.unwrap_or(40)], cut.is_some()));
-    assert_eq!(said.text, opened.tokenizer.decode(&said.ids, true).unwrap());
-    assert!(!said.text.is_empty() && pieces.concat() == said.text);
+    let cut = want.iter().position(|id| generator.stop_token_ids().contains(id));
+    let (answered, pieces) = answer(&generator, &model, &prompt, &sampling(40));
+    assert_eq!((answered.ids.as_slice(), answered.ended), (&want[..cut.unwrap_or(40)], cut.is_some()));
+    assert_eq!(answered.text, opened.tokenizer.decode(&answered.ids, true).unwrap());
+    assert!(!answered.text.is_empty() && pieces.concat() == answered.text);
 
     // A folder that declares one of these tokens as an end token yields the same answer up to that token.
     let folder = copy("llama");
@@ -78,11 +78,11 @@ fn an_answer_is_what_the_model_generates_up_to_a_token_that_ends_it() {
     std::fs::write(folder.path().join("generation_config.json"), json!({"eos_token_id": [511, end]}).to_string())
         .unwrap();
     let other = Opened::of(folder.path());
-    let (said, _) = answer(&other.generator(), &model, &prompt, &sampling(40));
-    assert_eq!((said.ids.as_slice(), said.ended), (&want[..first], true));
+    let (answered, _) = answer(&other.generator(), &model, &prompt, &sampling(40));
+    assert_eq!((answered.ids.as_slice(), answered.ended), (&want[..first], true));
     // The answer does not count as ended if that token would come after the maximum number of tokens.
-    let (said, _) = answer(&other.generator(), &model, &prompt, &sampling(first));
-    assert_eq!((said.ids.as_slice(), said.ended), (&want[..first], false));
+    let (answered, _) = answer(&other.generator(), &model, &prompt, &sampling(first));
+    assert_eq!((answered.ids.as_slice(), answered.ended), (&want[..first], false));
 }
 
 #[test]
@@ -99,17 +99,17 @@ fn ends_are_those_of_the_files_and_of_the_template() {
     change("generation_config.json", "eos_token_id", json!([9, 8]));
     change("tokenizer_config.json", "eos_token", json!("<|endoftext|>"));
     // 0 comes from the tokenizer's configuration, 2 from the template.
-    assert_eq!(Opened::of(folder.path()).generator().ends(), [0, 2, 7, 8, 9]);
+    assert_eq!(Opened::of(folder.path()).generator().stop_token_ids(), [0, 2, 7, 8, 9]);
     let opened = Opened::of(folder.path());
-    let without = Generator::new(&opened.base, &opened.tokenizer, None).unwrap();
-    assert_eq!(without.ends(), [0, 7, 8, 9]);
+    let without_template = Generator::new(&opened.base, &opened.tokenizer, None).unwrap();
+    assert_eq!(without_template.stop_token_ids(), [0, 7, 8, 9]);
 }
 
 #[test]
 fn what_is_drawn_follows_from_the_seed_and_stays_among_the_likeliest() {
     let opened = llama();
     let (generator, model) = (opened.generator(), opened.model());
-    let prompt = generator.of_text("one two").unwrap();
+    let prompt = generator.encode_text("one two").unwrap();
     let drawn = |seed, top_k, top_p| {
         let sampling = Sampling { max_tokens: 12, temperature: 1.5, top_k, top_p, seed };
         answer(&generator, &model, &prompt, &sampling).0.ids
@@ -126,23 +126,23 @@ fn what_is_drawn_follows_from_the_seed_and_stays_among_the_likeliest() {
 fn an_answer_ends_where_its_listener_says_so() {
     let opened = llama();
     let (generator, model) = (opened.generator(), opened.model());
-    let prompt = generator.of_text("one two").unwrap();
-    let (whole, pieces) = answer(&generator, &model, &prompt, &sampling(12));
-    let mut heard = String::new();
+    let prompt = generator.encode_text("one two").unwrap();
+    let (complete, pieces) = answer(&generator, &model, &prompt, &sampling(12));
+    let mut received = String::new();
     let give = |piece: &str| {
-        heard.push_str(piece);
+        received.push_str(piece);
         ControlFlow::Break(())
     };
     let cut = generator.answer(&prompt, &sampling(12), |s, ids| Ok(model.extend(s, ids)?), give).unwrap();
-    assert!(pieces.len() > 1 && cut.ids.len() < whole.ids.len());
-    assert_eq!((heard.as_str(), cut.text.as_str(), cut.ended), (pieces[0].as_str(), pieces[0].as_str(), false));
+    assert!(pieces.len() > 1 && cut.ids.len() < complete.ids.len());
+    assert_eq!((received.as_str(), cut.text.as_str(), cut.ended), (pieces[0].as_str(), pieces[0].as_str(), false));
 }
 
 #[test]
 fn ranks_that_share_a_model_at_stage_3_give_the_answer_of_one_that_has_it_whole() {
     let opened = llama();
     let generator = opened.generator();
-    let prompt = generator.of_conversation(&Conversation::new([("user", "hello there")])).unwrap();
+    let prompt = generator.encode_conversation(&Conversation::new([("user", "hello there")])).unwrap();
     let (want, _) = answer(&generator, &opened.model(), &prompt, &sampling(20));
     let config = json!({
         "train_batch_size": 2,
@@ -180,14 +180,14 @@ fn wrong_prompts_and_numbers_are_refused() {
     insta::assert_snapshot!(refused(&[1], hot), @"temperature is inf, but must be 0 or a positive finite number");
     let none = Sampling { top_p: 0.0, ..sampling(1) };
     insta::assert_snapshot!(refused(&[1], none), @"top_p is 0, but must be above 0 and at most 1");
-    let chat = generator.of_conversation(&Conversation::new([("user", "a")])).unwrap_err().to_string();
+    let chat = generator.encode_conversation(&Conversation::new([("user", "a")])).unwrap_err().to_string();
     assert!(
         chat.ends_with(
             "copy the file from an instruction-tuned model with the same special tokens, or use prompt/completion data"
         ),
         "{chat}"
     );
-    assert_eq!(generator.of_text("").unwrap(), [0u32; 0]);
+    assert_eq!(generator.encode_text("").unwrap(), [0u32; 0]);
     // The tokenizer has more ids than the model has rows.
     let folder = copy("llama");
     let path = folder.path().join("tokenizer.json");

@@ -26,18 +26,18 @@ fn logits_and_states_are_those_of_transformers() {
     let mask = record["attention_mask"].to_dtype(DType::U32).unwrap().sum(1).unwrap().to_vec1::<u32>().unwrap();
     assert_eq!(mask, LENGTHS.map(|length| length as u32));
     let logits = model.forward(&ids, Some(&kinds), &LENGTHS).unwrap();
-    let off = far(&logits, &record["logits"]);
-    assert!(off <= 1e-4, "logits differ by {off}");
+    let difference = far(&logits, &record["logits"]);
+    assert!(difference <= 1e-4, "logits differ by {difference}");
     let states = model.states(&ids, Some(&kinds), &LENGTHS).unwrap();
     for (row, length) in LENGTHS.into_iter().enumerate() {
-        let part = |t: &Tensor| t.get(row).unwrap().narrow(0, 0, length).unwrap();
-        let off = far(&part(&states), &part(&record["last_hidden_state"]));
-        assert!(off <= 1e-4, "states of row {row} differ by {off}");
+        let unpadded = |t: &Tensor| t.get(row).unwrap().narrow(0, 0, length).unwrap();
+        let difference = far(&unpadded(&states), &unpadded(&record["last_hidden_state"]));
+        assert!(difference <= 1e-4, "states of row {row} differ by {difference}");
     }
 }
 
 /// Returns the bits of the loss of one row, and the gradients of all parameters.
-fn of_row(ids: &[u32], kinds: &[u32], length: usize) -> (u32, Vec<Vec<f32>>) {
+fn run_row(ids: &[u32], kinds: &[u32], length: usize) -> (u32, Vec<Vec<f32>>) {
     let runs = threads::run(1, |comm| {
         let settings = json!({"train_batch_size": 1, "optimizer": {"type": "AdamW"}});
         let builder = Engine::builder().communicator(comm).device(Device::Cpu);
@@ -64,14 +64,14 @@ fn padding_changes_no_bit_of_the_loss() {
     let rows = |name: &str| record[name].to_dtype(DType::U32).unwrap().to_vec2::<u32>().unwrap();
     let (ids, kinds) = (rows("input_ids"), rows("token_type_ids"));
     for (row, length) in LENGTHS.into_iter().enumerate().skip(1) {
-        let (loss, _) = of_row(&ids[row][..length], &kinds[row][..length], length);
+        let (loss, _) = run_row(&ids[row][..length], &kinds[row][..length], length);
         for more in [1, 5, 24 - length] {
             for filler in [3u32, 17] {
                 let mut padded = ids[row][..length].to_vec();
                 padded.resize(length + more, filler);
                 let mut zeros = kinds[row][..length].to_vec();
                 zeros.resize(length + more, filler % 2);
-                assert_eq!(of_row(&padded, &zeros, length).0, loss, "row {row} with {more} more of {filler}");
+                assert_eq!(run_row(&padded, &zeros, length).0, loss, "row {row} with {more} more of {filler}");
             }
         }
     }
@@ -79,7 +79,7 @@ fn padding_changes_no_bit_of_the_loss() {
     let fill = |filler: u32| {
         let mut padded = ids[1][..17].to_vec();
         padded.resize(24, filler);
-        of_row(&padded, &[0; 24], 17).1
+        run_row(&padded, &[0; 24], 17).1
     };
     assert_eq!(fill(3), fill(99));
 }
@@ -92,23 +92,23 @@ fn twelve_steps_follow_pytorch_at_all_stages() {
     for world in [1, 2] {
         let mut first: Option<Vec<u8>> = None;
         for stage in [0, 1, 2, 3] {
-            let what = format!("stage {stage}, world size {world}");
+            let context = format!("stage {stage}, world size {world}");
             let (found, file) = train(&record["batches"], world, stage);
             assert_eq!((found.len(), steps.len()), (12, 12));
             for (i, ((loss, norm), want)) in found.iter().zip(steps).enumerate() {
                 let [want_loss, want_norm] = ["loss", "grad_norm"].map(|key| want[key].as_f64().unwrap());
-                assert!((loss - want_loss).abs() <= 1e-4, "{what}, step {i}: loss {loss}, {want_loss}");
-                assert!((norm / want_norm - 1.0).abs() <= 1e-4, "{what}, step {i}: norm {norm}, {want_norm}");
+                assert!((loss - want_loss).abs() <= 1e-4, "{context}, step {i}: loss {loss}, {want_loss}");
+                assert!((norm / want_norm - 1.0).abs() <= 1e-4, "{context}, step {i}: norm {norm}, {want_norm}");
             }
             let first = first.get_or_insert_with(|| file.clone());
-            assert!(*first == file, "{what}: bits differ from those of stage 0");
+            assert!(*first == file, "{context}: bits differ from those of stage 0");
             let weights = candle_core::safetensors::load_buffer(&file, &Device::Cpu).unwrap();
             assert_eq!(weights.len(), final_weights.len());
             for (name, want) in &final_weights {
                 // The gradients of the keys' biases consist only of rounding errors.
                 if !name.ends_with("self.key.bias") {
-                    let off = far(&weights[name], want);
-                    assert!(off <= 5e-5, "{what}: {name} differs by {off}");
+                    let difference = far(&weights[name], want);
+                    assert!(difference <= 5e-5, "{context}: {name} differs by {difference}");
                 }
             }
         }
@@ -144,7 +144,7 @@ fn train(batches: &Value, world: usize, stage: u8) -> (Vec<(f64, f64)>, Vec<u8>)
             engine.backward(&loss)?;
             engine.step()?;
             let all = engine.gather_f64(&[f64::from(loss.to_scalar::<f32>()?)])?;
-            let mean = all.iter().map(|own| own[0]).sum::<f64>() / world as f64;
+            let mean = all.iter().map(|values| values[0]).sum::<f64>() / world as f64;
             steps.push((mean, engine.global_grad_norm().unwrap()));
         }
         engine.export_safetensors(&file)?;

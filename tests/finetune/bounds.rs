@@ -124,8 +124,8 @@ fn a_tokenizer_without_an_end_is_named_and_a_damaged_one_is_no_panic() {
     let desk = self::desk();
     let path = desk.path().join("model/tokenizer.json");
     let text = std::fs::read_to_string(&path).unwrap();
-    let at = text.find("\"decoder\"").unwrap();
-    std::fs::write(&path, text[..at].to_string() + &text[at..].replacen("\"type\": \"", "\"type\": ", 1)).unwrap();
+    let pos = text.find("\"decoder\"").unwrap();
+    std::fs::write(&path, text[..pos].to_string() + &text[pos..].replacen("\"type\": \"", "\"type\": ", 1)).unwrap();
     let error = refused(&desk, "chats.jsonl");
     assert!(error.contains("model/tokenizer.json cannot be used: it is damaged (Helper: "), "{error}");
 }
@@ -149,7 +149,8 @@ fn a_limit_of_memory_is_named_where_it_is_too_low() {
     std::fs::copy(weights, desk.path().join("model/model.safetensors")).unwrap();
     let chat = std::fs::read_to_string(desk.path().join("chats.jsonl")).unwrap();
     std::fs::write(desk.path().join("chats.jsonl"), format!("{chat}\n").repeat(4)).unwrap();
-    // Limits of address space and of data, in kilobytes. Even the lowest limit allows the program to be mapped.
+    // Limits on the address space and on the data segment, in kilobytes. Even the lowest limit allows the program to be
+    // mapped.
     let limits = ["-v 90000", "-v 150000", "-v 300000", "-v 600000", "-d 5000", "-d 10000", "-d 40000", "-d 80000"];
     for limit in limits {
         let mut command = zerorun_within(limit);

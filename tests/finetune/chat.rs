@@ -39,26 +39,26 @@ fn template(name: &str, source: &str) -> Template {
 /// Converts ranges of code points to ranges of bytes.
 fn byte_spans(conversation: &Value) -> Vec<std::ops::Range<usize>> {
     let text = conversation["text"].as_str().unwrap();
-    let places: Vec<usize> = text.char_indices().map(|(at, _)| at).chain([text.len()]).collect();
+    let offsets: Vec<usize> = text.char_indices().map(|(at, _)| at).chain([text.len()]).collect();
     let spans = conversation["target_chars"].as_array().unwrap().iter();
-    spans.map(|span| places[span[0].as_u64().unwrap() as usize]..places[span[1].as_u64().unwrap() as usize]).collect()
+    spans.map(|span| offsets[span[0].as_u64().unwrap() as usize]..offsets[span[1].as_u64().unwrap() as usize]).collect()
 }
 
 fn compare_texts(name: &str, template: &Template, recorded: &Value) -> usize {
     let mut refused = 0;
-    for found in recorded["conversations"].as_array().unwrap() {
-        let of = format!("{name}: {}", found["name"]);
-        let conversation = Conversation::from_json(&found["messages"].to_string()).unwrap();
-        if let Some(error) = found.get("error") {
+    for case in recorded["conversations"].as_array().unwrap() {
+        let context = format!("{name}: {}", case["name"]);
+        let conversation = Conversation::from_json(&case["messages"].to_string()).unwrap();
+        if let Some(error) = case.get("error") {
             let reason = template.render(&conversation, false).unwrap_err().to_string();
-            assert!(reason.contains("Conversation roles must alternate"), "{of}: {reason}, not {error}");
+            assert!(reason.contains("Conversation roles must alternate"), "{context}: {reason}, not {error}");
             refused += 1;
             continue;
         }
-        let rendered = template.render_with_targets(&conversation).unwrap_or_else(|e| panic!("{of}: {e}"));
-        assert_eq!(rendered.text, found["text"].as_str().unwrap(), "{of}");
-        assert_eq!(template.render(&conversation, true).unwrap(), found["text_generation_prompt"], "{of}");
-        assert_eq!(rendered.targets, byte_spans(found), "{of}: {:?}", rendered.text);
+        let rendered = template.render_with_targets(&conversation).unwrap_or_else(|e| panic!("{context}: {e}"));
+        assert_eq!(rendered.text, case["text"].as_str().unwrap(), "{context}");
+        assert_eq!(template.render(&conversation, true).unwrap(), case["text_generation_prompt"], "{context}");
+        assert_eq!(rendered.targets, byte_spans(case), "{context}: {:?}", rendered.text);
     }
     refused
 }
@@ -98,24 +98,24 @@ fn compare_tokens(name: &str, folder: &Path) {
     let tokenizer = Tokenizer::open(folder).unwrap();
     let template = Template::open(folder, &tokenizer).unwrap();
     let mut targets = 0;
-    for found in recorded(name)["conversations"].as_array().unwrap() {
-        if found.get("error").is_some() {
+    for case in recorded(name)["conversations"].as_array().unwrap() {
+        if case.get("error").is_some() {
             continue;
         }
-        let of = format!("{name}: {}", found["name"]);
-        let conversation = Conversation::from_json(&found["messages"].to_string()).unwrap();
+        let context = format!("{name}: {}", case["name"]);
+        let conversation = Conversation::from_json(&case["messages"].to_string()).unwrap();
         let sample = Sample::of_conversation(&tokenizer, &template, &conversation).unwrap();
-        assert_eq!(serde_json::json!(sample.ids), found["input_ids"], "{of}");
+        assert_eq!(serde_json::json!(sample.ids), case["input_ids"], "{context}");
         let mask: Vec<u8> = sample.targets.iter().map(|target| u8::from(*target)).collect();
-        assert_eq!(serde_json::json!(mask), found["loss_mask"], "{of}");
+        assert_eq!(serde_json::json!(mask), case["loss_mask"], "{context}");
         targets += mask.iter().filter(|target| **target == 1).count() as u64;
         let prompt = tokenizer.encode(&template.render(&conversation, true).unwrap()).unwrap();
-        assert_eq!(serde_json::json!(prompt.ids), found["input_ids_generation_prompt"], "{of}");
+        assert_eq!(serde_json::json!(prompt.ids), case["input_ids_generation_prompt"], "{context}");
         // Decoding token by token yields the text.
         let mut stream = tokenizer.stream(false);
         let mut text: String = prompt.ids.iter().map(|id| stream.push(*id).unwrap()).collect();
         text.push_str(&stream.finish().unwrap());
-        assert_eq!(text, tokenizer.decode(&prompt.ids, false).unwrap(), "{of}");
+        assert_eq!(text, tokenizer.decode(&prompt.ids, false).unwrap(), "{context}");
     }
     assert!(targets > 500, "{targets}");
 }
@@ -259,17 +259,17 @@ fn other_templates_have_their_answers_found() {
 #[test]
 fn what_a_template_or_tokenizer_cannot_do_is_said() {
     let template = |source: &str| Template::new(source, &SpecialTokens::default(), vec![]).map_err(|e| e.to_string());
-    let talk = Conversation::new([("user", "a"), ("assistant", "b")]);
-    let said = |source: &str| match template(source).map(|template| template.render_with_targets(&talk)) {
+    let conversation = Conversation::new([("user", "a"), ("assistant", "b")]);
+    let message = |source: &str| match template(source).map(|template| template.render_with_targets(&conversation)) {
         Ok(rendered) => rendered.unwrap_err().to_string(),
         Err(error) => error,
     };
     let mut all = vec![
-        said("{% for m in messages %}{{ m.content | upper }}"),
-        said("{{ raise_exception('No talk before noon.') }}"),
-        said("{{ messages[0].content.frobnicate() }}"),
-        said("{% for m in messages %}{{ m.content | length }}{% endfor %}"),
-        said("{% generation %}{% generation %}x{% endgeneration %}{% endgeneration %}"),
+        message("{% for m in messages %}{{ m.content | upper }}"),
+        message("{{ raise_exception('No talk before noon.') }}"),
+        message("{{ messages[0].content.frobnicate() }}"),
+        message("{% for m in messages %}{{ m.content | length }}{% endfor %}"),
+        message("{% generation %}{% generation %}x{% endgeneration %}{% endgeneration %}"),
         Conversation::from_json("{}").unwrap_err().to_string(),
         Conversation::from_json("[1]").unwrap_err().to_string(),
         Conversation::from_json("[{\"role\": 1}]").unwrap_err().to_string(),

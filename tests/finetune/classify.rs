@@ -92,7 +92,7 @@ fn prepare(folder: &TempDir, sources: &[Source], options: &DataOptions) -> Resul
 #[test]
 fn a_vocabulary_in_vocab_txt_gives_the_ids_of_tokenizer_json() {
     let folder = bert();
-    let own = Tokenizer::open(folder.path()).unwrap();
+    let original = Tokenizer::open(folder.path()).unwrap();
     let path = folder.path().join("tokenizer.json");
     let json: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
     let vocab = json["model"]["vocab"].as_object().unwrap();
@@ -110,10 +110,10 @@ fn a_vocabulary_in_vocab_txt_gives_the_ids_of_tokenizer_json() {
         for text in
             ["The film was good.", "", "GOODLY Café, and badlyfine!", "a [SEP] b", "漢字 and 12", " \u{301}\t x\u{0} "]
         {
-            assert_eq!(found.encode(text).unwrap(), own.encode(text).unwrap(), "{text:?}");
+            assert_eq!(found.encode(text).unwrap(), original.encode(text).unwrap(), "{text:?}");
         }
-        assert_eq!(found.around(), own.around());
-        assert_eq!(found.special_id("pad_token"), own.special_id("pad_token"));
+        assert_eq!(found.prefix_and_suffix(), original.prefix_and_suffix());
+        assert_eq!(found.special_id("pad_token"), original.special_id("pad_token"));
     }
     // Tokens that are named only in special_tokens_map.json take the place of BERT's.
     let special = json!({"pad_token": words[0].1, "sep_token": {"content": words[7].1}});
@@ -121,7 +121,7 @@ fn a_vocabulary_in_vocab_txt_gives_the_ids_of_tokenizer_json() {
     let found = Tokenizer::open(folder.path()).unwrap();
     assert_eq!(found.special_id("pad_token"), Some(0));
     assert_eq!(found.special_id("sep_token"), Some(7));
-    assert_eq!(found.around().1, [7]);
+    assert_eq!(found.prefix_and_suffix().1, [7]);
 }
 
 #[test]
@@ -139,26 +139,26 @@ fn texts_have_the_ids_of_the_tokenizer_itself_also_where_they_are_cut() {
     ];
     let lines: String = texts.iter().map(|text| json!({"text": text, "label": "x"}).to_string() + "\n").collect();
     let source = file(&folder, "x.jsonl", &lines);
-    let mut own = tokenizers::Tokenizer::from_file(folder.path().join("tokenizer.json")).unwrap();
+    let mut reference = tokenizers::Tokenizer::from_file(folder.path().join("tokenizer.json")).unwrap();
     for ctx in [8, 12, 64] {
         let options = DataOptions { labels: labels(&["x", "y"]), ..DataOptions::new(TrainingTask::Classify, ctx) };
         let dataset = prepare(&folder, std::slice::from_ref(&source), &options).unwrap();
         let mut longer = 0;
         for (i, text) in texts.iter().enumerate() {
-            let whole = own.with_truncation(None).unwrap().encode(*text, true).unwrap();
+            let complete = reference.with_truncation(None).unwrap().encode(*text, true).unwrap();
             let cut = tokenizers::TruncationParams { max_length: ctx, ..Default::default() };
-            let wanted = own.with_truncation(Some(cut)).unwrap().encode(*text, true).unwrap();
-            assert_eq!(dataset.sample(i).to_sample().ids, wanted.get_ids(), "{text:?} in {ctx}");
-            assert!(wanted.get_ids().ends_with(&[2]) && wanted.len() <= ctx);
-            longer += u64::from(whole.len() > ctx);
+            let expected = reference.with_truncation(Some(cut)).unwrap().encode(*text, true).unwrap();
+            assert_eq!(dataset.sample(i).to_sample().ids, expected.get_ids(), "{text:?} in {ctx}");
+            assert!(expected.get_ids().ends_with(&[2]) && expected.len() <= ctx);
+            longer += u64::from(complete.len() > ctx);
         }
         let (_, report) = dataset.reports().next().unwrap();
         assert_eq!(report.truncated.count, longer, "{ctx}: {:?}", report.notes());
         assert!(longer > 0);
-        let left_out =
+        let dropped =
             prepare(&folder, std::slice::from_ref(&source), &DataOptions { overlong: Truncation::Drop, ..options })
                 .unwrap();
-        assert_eq!(left_out.len(), texts.len() - longer as usize);
+        assert_eq!(dropped.len(), texts.len() - longer as usize);
     }
 }
 
@@ -237,23 +237,23 @@ fn first_values(base: &ClassifierBase) -> HashMap<String, Vec<f32>> {
 fn weights_of_a_bert_are_found_by_whatever_names_they_have() {
     let folder = bert();
     let dir = folder.path();
-    let own = labels(&["LABEL_0", "LABEL_1", "LABEL_2"]);
-    let base = ClassifierBase::open(dir, &own).unwrap();
-    assert_eq!((base.notes(), base.data_labels()), (&[][..], own.as_slice()));
-    let whole = first_values(&base);
+    let model_labels = labels(&["LABEL_0", "LABEL_1", "LABEL_2"]);
+    let base = ClassifierBase::open(dir, &model_labels).unwrap();
+    assert_eq!((base.notes(), base.data_labels()), (&[][..], model_labels.as_slice()));
+    let original = first_values(&base);
     for (name, tensor) in tensors("bert/model/model.safetensors") {
-        assert_eq!(whole[&name], crate::fixtures::values(&tensor), "{name}");
+        assert_eq!(original[&name], crate::fixtures::values(&tensor), "{name}");
     }
     // Numeric labels refer to the model's classes, even if only some of them occur.
     let base = ClassifierBase::open(dir, &labels(&["0", "2"])).unwrap();
     assert_eq!((base.notes(), base.data_labels()), (&[][..], labels(&["0", "1", "2"]).as_slice()));
-    assert_eq!(base.config().labels(), own);
-    assert_eq!(first_values(&base), whole);
+    assert_eq!(base.config().labels(), model_labels);
+    assert_eq!(first_values(&base), original);
 
-    let same = |base: &ClassifierBase, but: &[&str]| {
+    let check = |base: &ClassifierBase, except: &[&str]| {
         for (name, values) in first_values(base) {
-            match but.iter().any(|prefix| name.starts_with(prefix)) {
-                false => assert_eq!(values, whole[&name], "{name}"),
+            match except.iter().any(|prefix| name.starts_with(prefix)) {
+                false => assert_eq!(values, original[&name], "{name}"),
                 true if name.ends_with("bias") => assert!(values.iter().all(|value| *value == 0.0), "{name}"),
                 true => {
                     let std = (values.iter().map(|x| f64::from(x * x)).sum::<f64>() / values.len() as f64).sqrt();
@@ -278,7 +278,7 @@ fn weights_of_a_bert_are_found_by_whatever_names_they_have() {
     not used, because they belong to heads for other tasks: cls.predictions.transform.dense.bias, cls.predictions.transform.dense.weight
     ");
     assert_eq!(base.config().labels(), ["no", "yes"]);
-    same(&base, &["classifier.", "bert.pooler."]);
+    check(&base, &["classifier.", "bert.pooler."]);
     // The weights are those of a plain encoder, with the buffer of its positions.
     change_weights(dir, |name, tensor| match name.strip_prefix("bert.") {
         Some("embeddings.LayerNorm.bias") => Some(("embeddings.LayerNorm.beta".into(), tensor)),
@@ -287,12 +287,12 @@ fn weights_of_a_bert_are_found_by_whatever_names_they_have() {
     });
     let base = ClassifierBase::open(dir, &labels(&["no", "yes"])).unwrap();
     assert_eq!(base.notes().len(), 1);
-    same(&base, &["classifier."]);
+    check(&base, &["classifier."]);
     // The model's classifier is for different labels.
     change_weights(dir, |name, tensor| Some((name, tensor)));
     let base = ClassifierBase::open(dir, &labels(&["no", "yes"])).unwrap();
     insta::assert_snapshot!(base.notes().join("\n"), @r#"the classifier is initialized randomly (standard deviation 0.02): the model's classifier has the labels "LABEL_0", "LABEL_1", "LABEL_2", but the data has the labels "no", "yes""#);
-    same(&base, &["classifier."]);
+    check(&base, &["classifier."]);
 }
 
 #[test]
@@ -331,7 +331,7 @@ fn the_description_that_is_written_names_the_classes() {
     change_config(folder.path(), |config| config["num_labels"] = 3.into());
     let base = ClassifierBase::open(folder.path(), &labels(&["no", "yes"])).unwrap();
     let out = tempfile::tempdir().unwrap();
-    base.write_beside(out.path()).unwrap();
+    base.write_companion_files(out.path()).unwrap();
     let config: Value = serde_json::from_slice(&std::fs::read(out.path().join("config.json")).unwrap()).unwrap();
     assert_eq!(config["id2label"], json!({"0": "no", "1": "yes"}));
     assert_eq!(config["label2id"], json!({"no": 0, "yes": 1}));
@@ -496,14 +496,14 @@ fn the_tool_learns_to_tell_labels_by_a_rule_and_leaves_a_model_that_tells_them()
     let arguments = ["--task", "classify", "--data", &data, "--val", "20%", "--epochs", "4", "--ctx", "32", "-n", "2"];
     let more = ["--metrics", metrics.to_str().unwrap(), "--ds_config", &zero];
     let output = command(&folder, "out", &[arguments.as_slice(), &more].concat());
-    let (said, shown) = (stderr(&output), stdout(&output));
-    assert!(output.status.success(), "{said}");
-    assert!(said.contains("the classifier is initialized randomly"), "{said}");
-    assert!(shown.contains("text and label: 600 records"), "{shown}");
+    let (errors, printed) = (stderr(&output), stdout(&output));
+    assert!(output.status.success(), "{errors}");
+    assert!(errors.contains("the classifier is initialized randomly"), "{errors}");
+    assert!(printed.contains("text and label: 600 records"), "{printed}");
     let lines = std::fs::read_to_string(&metrics).unwrap();
     let lines: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     let last = |key: &str| lines.iter().rev().find_map(|line| line[key].as_f64()).unwrap();
-    assert!(last("val_accuracy") >= 0.95 && last("val_f1") >= 0.95, "{said}");
+    assert!(last("val_accuracy") >= 0.95 && last("val_f1") >= 0.95, "{errors}");
     // The result is a model with these classes that gives the same answers.
     for out in ["out", "out-best"] {
         let out = folder.path().join(out);
@@ -528,9 +528,9 @@ fn the_tool_learns_to_tell_labels_by_a_rule_and_leaves_a_model_that_tells_them()
     }
     // `zerorun classify` gives the same answers.
     let texts = ["the film was fine", "poor plot , the film was poor"];
-    let shown = stdout(&classify(&folder.path().join("out"), &texts, ""));
-    let told: Vec<&str> = shown.lines().filter_map(|line| line.split('\t').next()).collect();
-    assert_eq!(told, ["positive", "negative"], "{shown}");
+    let printed = stdout(&classify(&folder.path().join("out"), &texts, ""));
+    let answers: Vec<&str> = printed.lines().filter_map(|line| line.split('\t').next()).collect();
+    assert_eq!(answers, ["positive", "negative"], "{printed}");
     // From standard input, each line is a text. A text longer than the context is cut, and the output reports this.
     let long = "the film was good ".repeat(40);
     let output = classify(&folder.path().join("out"), &["--json"], &format!("the film was fine\n\n{long}\n"));
@@ -580,25 +580,25 @@ fn a_model_that_is_not_a_trained_classifier_tells_no_labels() {
 fn a_classifier_has_the_same_bits_at_all_stages_and_after_a_stop() {
     let folder = bert();
     let data = opinions(&folder, 80);
-    let usual = ["--task", "classify", "--data", &data, "--val", "10%", "--ctx", "24", "--warmup", "0", "--scheduler"];
+    let common = ["--task", "classify", "--data", &data, "--val", "10%", "--ctx", "24", "--warmup", "0", "--scheduler"];
     let bytes = |out: &str, arguments: &[&str]| {
-        let output = command(&folder, out, &[usual.as_slice(), &["constant"], arguments].concat());
+        let output = command(&folder, out, &[common.as_slice(), &["constant"], arguments].concat());
         assert!(output.status.success(), "{}", stderr(&output));
         std::fs::read(folder.path().join(out).join("model.safetensors")).unwrap()
     };
     for world in ["1", "2"] {
-        let whole = bytes(&format!("whole{world}"), &["--steps", "6", "-n", world, "--ds_config", &config(&folder, 0)]);
+        let first = bytes(&format!("whole{world}"), &["--steps", "6", "-n", world, "--ds_config", &config(&folder, 0)]);
         for stage in [1, 2, 3] {
             let of_stage = ["--steps", "6", "-n", world, "--ds_config", &config(&folder, stage)];
             let out = format!("out{world}-{stage}");
-            assert!(bytes(&out, &of_stage) == whole, "stage {stage}, world size {world}");
+            assert!(bytes(&out, &of_stage) == first, "stage {stage}, world size {world}");
         }
         let saves = folder.path().join(format!("saves{world}"));
         let zero = config(&folder, 2);
         let resumed = ["-n", world, "--ds_config", &zero, "--save", saves.to_str().unwrap(), "--resume", "--steps"];
         let out = format!("resumed{world}");
         bytes(&out, &[resumed.as_slice(), &["3"]].concat());
-        assert!(bytes(&out, &[resumed.as_slice(), &["6"]].concat()) == whole, "world size {world}, resumed");
+        assert!(bytes(&out, &[resumed.as_slice(), &["6"]].concat()) == first, "world size {world}, resumed");
     }
 }
 
@@ -610,8 +610,8 @@ fn wrong_uses_of_the_task_are_refused_before_a_rank_is_started() {
         let output = command(&folder, "out", &[&["--task", "classify"], arguments].concat());
         assert!(!output.status.success());
         assert!(!folder.path().join("out").exists());
-        let said = stderr(&output).replace(folder.path().to_str().unwrap(), "DIR");
-        said.lines().find(|line| !line.is_empty()).unwrap_or_default().to_owned()
+        let errors = stderr(&output).replace(folder.path().to_str().unwrap(), "DIR");
+        errors.lines().find(|line| !line.is_empty()).unwrap_or_default().to_owned()
     };
     insta::assert_snapshot!(refused(&["--data", &data, "--dpo", "beta=0.1"]), @"zerorun: --dpo is for text generation; leave out --dpo or --task classify");
     insta::assert_snapshot!(refused(&["--data", &data, "--prompt", "x"]), @"zerorun: --prompt is for text generation: a classifier does not answer prompts");

@@ -133,8 +133,8 @@ fn completions_texts_and_labels_end_as_their_task_needs() {
     );
     // Both answers contain the prompt as messages. Earlier answers are not trained on.
     let turn = |role: &str, content: &str| format!("{{\"role\": \"{role}\", \"content\": \"{content}\"}}");
-    let (ask, said) = (turn("user", "q"), turn("assistant", "same"));
-    let chat = |end| format!("[{ask}, {said}, {ask}, {}]", turn("assistant", end));
+    let (ask, answer) = (turn("user", "q"), turn("assistant", "same"));
+    let chat = |end| format!("[{ask}, {answer}, {ask}, {}]", turn("assistant", end));
     let pair = format!("{{\"prompt\": \"q\", \"chosen\": {}, \"rejected\": {}}}", chat("x"), chat("y"));
     let found = shown("e.jsonl", &pair, RecordFormat::Preference, TrainingTask::Prefer);
     assert!(found[0].ends_with("assistant\n[x<|im_end|>]\n") && found[0].contains("same<|im_end|>\n"), "{found:?}");
@@ -265,14 +265,14 @@ fn weights_count_samples_and_a_split_parts_them() {
     assert_eq!(times("a.jsonl").iter().filter(|n| **n == 3).count(), 5);
     assert_eq!(times("a.jsonl").iter().filter(|n| **n == 2).count(), 5);
     assert_eq!(times("b.jsonl"), [1; 4]);
-    let (left, out) = dataset.split(0.2, 7);
-    assert_eq!((left.len(), out.len()), (20 + 3, 2 + 2));
+    let (training, validation) = dataset.split(0.2, 7);
+    assert_eq!((training.len(), validation.len()), (20 + 3, 2 + 2));
     let lines = |data: &Dataset| {
         (0..data.len())
             .map(|i| (data.path(i).to_owned(), data.sample(i).line))
             .collect::<std::collections::BTreeSet<_>>()
     };
-    assert!(lines(&left).is_disjoint(&lines(&out)));
+    assert!(lines(&training).is_disjoint(&lines(&validation)));
 }
 
 /// Creates a dataset with one sample for each length, which is the number of words in the sample's prompt.
@@ -298,13 +298,13 @@ proptest! {
         let data = dataset(&desk, &lengths);
         let packing = if packed { SequencePacking::Packed { ctx: 64 } } else { SequencePacking::Padded };
         let shape = |rank| BatchPartition { micro, accumulation, world, rank };
-        let of = |rank| Batches::training(data.clone(), packing, shape(rank), seed, 3);
-        let steps = of(0).steps_per_epoch();
+        let batches_of = |rank| Batches::training(data.clone(), packing, shape(rank), seed, 3);
+        let steps = batches_of(0).steps_per_epoch();
         let mut seen = vec![];
         for step in 0..steps {
             let mut targets = 0;
             for (accumulated, rank) in (0..accumulation).flat_map(|i| (0..world).map(move |rank| (i, rank))) {
-                let batches = of(rank);
+                let batches = batches_of(rank);
                 prop_assert_eq!(batches.steps_per_epoch(), steps);
                 let rows = batches.batch(step, accumulated);
                 prop_assert_eq!(rows.rows, micro);
@@ -329,14 +329,14 @@ proptest! {
                     }
                 }
             }
-            prop_assert_eq!(of(0).targets_of_step(step), targets);
+            prop_assert_eq!(batches_of(0).targets_of_step(step), targets);
         }
         // The first epoch contains each sample. Its last step is completed with rows from the second epoch.
         let mut all: Vec<_> = (0..data.len()).map(|i| (data.sample(i).ids().collect::<Vec<_>>(), data.sample(i).predicted())).collect();
         for sample in &all {
             prop_assert!(seen.contains(sample));
         }
-        let rows = of(0).rows_per_epoch();
+        let rows = batches_of(0).rows_per_epoch();
         if rows % (micro * world * accumulation) == 0 {
             all.sort();
             seen.sort();
@@ -366,8 +366,8 @@ proptest! {
         let roles = ["user", "assistant", "system"];
         // Each content begins with a letter, because a line break at its beginning would share a token with the header.
         let turns: Vec<_> = turns.iter().map(|(role, parts)| (roles[*role], format!("A{}", parts.concat()))).collect();
-        let said = turns.iter().filter(|(role, _)| *role == "assistant");
-        let expected: String = said.map(|(_, content)| format!("{content}<|im_end|>")).collect();
+        let answers = turns.iter().filter(|(role, _)| *role == "assistant");
+        let expected: String = answers.map(|(_, content)| format!("{content}<|im_end|>")).collect();
         let conversation = Conversation::new(turns);
         let sample = Sample::of_conversation(&desk.tokenizer, &desk.template, &conversation).unwrap();
         let targets = sample.ids.iter().zip(&sample.targets).filter(|(_, target)| **target);

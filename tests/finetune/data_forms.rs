@@ -69,6 +69,8 @@ fn made_with(desk: &Desk, template: Option<&Template>, name: &str, text: &str, o
     }
 }
 
+/// Returns the same as [`made_with`] for a JSONL file, with the template `source` and with `columns` as the value of
+/// `--columns`, which may be empty.
 fn made(source: &str, text: &str, task: TrainingTask, columns: &str) -> String {
     let desk = Desk::new();
     let columns = if columns.is_empty() { ColumnMapping::default() } else { columns.parse().unwrap() };
@@ -76,6 +78,8 @@ fn made(source: &str, text: &str, task: TrainingTask, columns: &str) -> String {
     made_with(&desk, Some(&template(&desk, source)), "x.jsonl", text, &options)
 }
 
+/// Checks that `made` contains each of `parts` or, for a part that begins with `!`, that it does not contain the text
+/// after the `!`.
 #[track_caller]
 fn holds(made: &str, parts: &[&str]) {
     for part in parts {
@@ -398,8 +402,8 @@ fn columns_are_read_by_the_names_that_the_user_gives() {
         &["refused", "data is a list of objects", "jq -c '.data[]'"],
     );
     for wrong in ["prompt", "prompt=", "promt=a", "prompt=a,prompt=b", "ignore=a,text=a"] {
-        let said = wrong.parse::<ColumnMapping>().unwrap_err().to_string();
-        assert!(said.starts_with("--columns is "), "{said}");
+        let message = wrong.parse::<ColumnMapping>().unwrap_err().to_string();
+        assert!(message.starts_with("--columns is "), "{message}");
     }
 }
 
@@ -475,13 +479,13 @@ fn tokens_that_stand_around_a_text_do_not_come_twice() {
     let desk = Desk { tokenizer: Tokenizer::open(folder.path()).unwrap(), ..desk };
     let options = DataOptions::new(TrainingTask::Generate, 64);
     let made = |text: &str| made_with(&desk, None, "x.jsonl", text, &options);
-    let already = "has the tokenizer's special token at the beginning or end, so it is not added again";
+    let note = "has the tokenizer's special token at the beginning or end, so it is not added again";
     holds(&made(r#"{"prompt": "a", "completion": "b"}"#), &["\n<|endoftext|>a⟦b<|im_end|>⟧", "!special token"]);
     holds(
         &made(r#"{"prompt": "<|endoftext|>a", "completion": "b<|im_end|>"}"#),
-        &["\n<|endoftext|>a⟦b<|im_end|>⟧\n", already],
+        &["\n<|endoftext|>a⟦b<|im_end|>⟧\n", note],
     );
-    holds(&made(r#"{"text": "<|endoftext|>a<|im_end|>\n"}"#), &["\n⟦<|endoftext|>a<|im_end|>\n⟧", already]);
+    holds(&made(r#"{"text": "<|endoftext|>a<|im_end|>\n"}"#), &["\n⟦<|endoftext|>a<|im_end|>\n⟧", note]);
 }
 
 #[test]
@@ -588,8 +592,8 @@ proptest! {
         source in prop::sample::select(vec![CHATML, TOOLS, THOUGHTLESS, TRIMS, BLOCKS]),
         as_list: bool,
     ) {
-        let mut said: Vec<String> = vec![];
-        let mut next = || { said.push(word(said.len())); said[said.len() - 1].clone() };
+        let mut texts: Vec<String> = vec![];
+        let mut next = || { texts.push(word(texts.len())); texts[texts.len() - 1].clone() };
         let mut messages = vec![];
         for kind in kinds {
             messages.push(serde_json::json!({"role": "user", "content": "question"}));
@@ -612,7 +616,7 @@ proptest! {
         for part in made.split('⟦').skip(1) {
             learned += part.split('⟧').next().unwrap_or_default();
         }
-        for text in said {
+        for text in texts {
             prop_assert!(
                 learned.contains(&text) || made.contains("refused") || made.contains("that the template does not render"),
                 "{} is lost in:\n{}", text, made

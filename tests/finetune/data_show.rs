@@ -106,7 +106,7 @@ fn what_cannot_be_shown_is_said_with_what_to_do() {
         assert_eq!((output.status.code(), stdout(&output).as_str()), (Some(2), ""), "{words:?}");
         stderr(&output).lines().next().unwrap().to_owned()
     };
-    let said = [
+    let messages = [
         refused(&["x.jsonl"]),
         refused(&["x.jsonl", "--strict"]),
         refused(&["none.jsonl"]),
@@ -114,7 +114,7 @@ fn what_cannot_be_shown_is_said_with_what_to_do() {
         refused(&["x.jsonl", "--ctx", "1"]),
         refused(&["x.jsonl", "--task", "learn"]),
     ];
-    insta::assert_snapshot!(said.join("\n"), @"
+    insta::assert_snapshot!(messages.join("\n"), @"
     zerorun: x.jsonl has no sample to learn from: 1 record (line 1) could not be used (line 1: its keys (question) match no known format: messages; conversations; prompt, completion; instruction, input, output; text; text, label; prompt, chosen, rejected; map them with --columns prompt=question,completion=COLUMN)
     zerorun: line 1 of x.jsonl cannot be used: its keys (question) match no known format: messages; conversations; prompt, completion; instruction, input, output; text; text, label; prompt, chosen, rejected; map them with --columns prompt=question,completion=COLUMN; correct it, or leave out --strict to skip such lines
     zerorun: cannot read none.jsonl: No such file or directory (os error 2)
@@ -155,8 +155,8 @@ fn a_file_whose_maker_was_killed_is_made_by_the_next() {
     assert!(!desk.cached().is_empty());
     let second = desk.shown(&["x.jsonl", "--count", "0", "--ctx", "1024"]);
     assert!(second.status.success() && !stdout(&second).contains("from the cache"), "{}", stderr(&second));
-    let left = desk.cached();
-    assert!(left.len() == 1 && left[0].extension().unwrap() == "samples", "{left:?}");
+    let remaining = desk.cached();
+    assert!(remaining.len() == 1 && remaining[0].extension().unwrap() == "samples", "{remaining:?}");
 }
 
 #[test]

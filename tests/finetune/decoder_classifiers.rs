@@ -66,10 +66,10 @@ fn logits_are_those_of_the_last_token_that_is_not_padding() {
         let logits = classifier.classifier().unwrap().logits(&rows, &lengths).unwrap();
         assert_eq!(logits.dims(), [3, 3]);
         for (row, last) in last.into_iter().enumerate() {
-            let alone = Tensor::new(&ids[row][..lengths[row]], &Device::Cpu).unwrap().unsqueeze(0).unwrap();
-            let want = language_model.forward(&alone).unwrap().i((0, last, 10..13)).unwrap();
-            let off = far(&logits.get(row).unwrap(), &want);
-            assert!(off <= 2e-5, "{name}: row {row} differs by {off}");
+            let unpadded = Tensor::new(&ids[row][..lengths[row]], &Device::Cpu).unwrap().unsqueeze(0).unwrap();
+            let want = language_model.forward(&unpadded).unwrap().i((0, last, 10..13)).unwrap();
+            let difference = far(&logits.get(row).unwrap(), &want);
+            assert!(difference <= 2e-5, "{name}: row {row} differs by {difference}");
         }
     }
 }
@@ -94,7 +94,7 @@ fn heads_are_new_unless_the_files_have_one_for_the_labels() {
     assert_eq!(notes(&scored, &["x", "z"]), "");
     let base = ClassifierBase::open(&plain, &labels(&["no", "yes"])).unwrap();
     let out = tempfile::tempdir().unwrap();
-    base.write_beside(out.path()).unwrap();
+    base.write_companion_files(out.path()).unwrap();
     let config: Value = serde_json::from_slice(&std::fs::read(out.path().join("config.json")).unwrap()).unwrap();
     assert_eq!(config["architectures"], json!(["LlamaForSequenceClassification"]));
     assert_eq!(config["id2label"], json!({"0": "no", "1": "yes"}));
@@ -200,17 +200,17 @@ fn adapters_of_classifiers_are_those_of_peft_and_predict_what_was_learned() {
         let output = command.arg("classify").arg(model).arg("--adapter").arg(&out).arg("--json");
         let output = output.args(["the film was good", "the film was bad"]).output().unwrap();
         assert!(output.status.success(), "{name}: {}", stderr(&output));
-        let told: Vec<Value> = stdout(&output).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-        assert_eq!(told[0]["labels"].as_object().unwrap().len(), 2);
+        let answers: Vec<Value> = stdout(&output).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        assert_eq!(answers[0]["labels"].as_object().unwrap().len(), 2);
         // Training continues from the adapter.
         let zero = stage(folder.path(), 0);
         let arguments = ["--adapter", out.to_str().unwrap(), "--steps", "1", "--ds_config", &zero];
         let further = format!("{name}-further");
         let output = finetune(model, folder.path(), &further, &arguments);
         assert!(output.status.success(), "{name}: {}", stderr(&output));
-        let moved = tensors(folder.path().join(further).join("adapter_model.safetensors"));
-        assert_eq!(moved.len(), file.len());
-        assert!(moved.iter().any(|(key, tensor)| values(tensor) != values(&file[key])));
+        let trained = tensors(folder.path().join(further).join("adapter_model.safetensors"));
+        assert_eq!(trained.len(), file.len());
+        assert!(trained.iter().any(|(key, tensor)| values(tensor) != values(&file[key])));
     }
 }
 
@@ -238,15 +238,15 @@ fn adapters_that_are_no_classifiers_or_those_of_others_are_refused() {
     insta::assert_snapshot!(said(merge.output().unwrap()));
     // A language model's adapter is used for a classifier.
     let config = adapter.join("adapter_config.json");
-    let classifying: Value = serde_json::from_slice(&std::fs::read(&config).unwrap()).unwrap();
-    let mut other = classifying.clone();
-    (other["task_type"], other["modules_to_save"]) = (json!("CAUSAL_LM"), Value::Null);
-    std::fs::write(&config, other.to_string()).unwrap();
+    let classifier_config: Value = serde_json::from_slice(&std::fs::read(&config).unwrap()).unwrap();
+    let mut lm_config = classifier_config.clone();
+    (lm_config["task_type"], lm_config["modules_to_save"]) = (json!("CAUSAL_LM"), Value::Null);
+    std::fs::write(&config, lm_config.to_string()).unwrap();
     let file = adapter.join("adapter_model.safetensors");
     let whole = std::fs::read(&file).unwrap();
-    let mut kept = tensors(&file);
-    kept.remove("base_model.model.score.weight").unwrap();
-    candle_core::safetensors::save(&kept, &file).unwrap();
+    let mut remaining = tensors(&file);
+    remaining.remove("base_model.model.score.weight").unwrap();
+    candle_core::safetensors::save(&remaining, &file).unwrap();
     let begin = ["--adapter", adapter.to_str().unwrap(), "--steps", "1", "--ds_config", &zero];
     insta::assert_snapshot!(said(finetune(&llama, folder.path(), "out", &begin)));
     let classify = |model: &Path| {
@@ -255,7 +255,7 @@ fn adapters_that_are_no_classifiers_or_those_of_others_are_refused() {
     };
     insta::assert_snapshot!(said(classify(&llama)));
     // The adapter of a classifier lacks its score, has a different number of labels, or is for a different model.
-    std::fs::write(&config, classifying.to_string()).unwrap();
+    std::fs::write(&config, classifier_config.to_string()).unwrap();
     insta::assert_snapshot!(said(classify(&llama)));
     std::fs::write(&file, whole).unwrap();
     change_config(&adapter, |config| config["id2label"] = json!({"0": "a", "1": "b", "2": "c"}));

@@ -61,7 +61,7 @@ fn follow(case: &str) {
     for world in [1, 2] {
         let mut first: Option<Adapter> = None;
         for stage in [0, 3] {
-            let what = format!("{case}, stage {stage}, world size {world}");
+            let context = format!("{case}, stage {stage}, world size {world}");
             let config = json!({
                 "train_batch_size": 4,
                 "gradient_clipping": 1.0,
@@ -98,9 +98,9 @@ fn follow(case: &str) {
                     })?;
                     engine.backward(&loss)?;
                     engine.step()?;
-                    let own = [f64::from(loss.to_scalar::<f32>()?), metrics[0], metrics[1]];
-                    let all = engine.gather_f64(&own)?;
-                    let mean = |i: usize| all.iter().map(|own| own[i]).sum::<f64>() / world as f64;
+                    let local = [f64::from(loss.to_scalar::<f32>()?), metrics[0], metrics[1]];
+                    let all = engine.gather_f64(&local)?;
+                    let mean = |i: usize| all.iter().map(|local| local[i]).sum::<f64>() / world as f64;
                     steps.push([mean(0), engine.global_grad_norm().unwrap(), mean(1), mean(2)]);
                 }
                 Ok((steps, Adapter::of_engine(&mut engine, lora, None)?))
@@ -110,10 +110,10 @@ fn follow(case: &str) {
             let [losses, norms, margins, accuracies] = keys.map(|key| numbers(&expected[key]));
             assert_eq!((steps.len(), losses.len()), (8, 8));
             for (i, [loss, norm, margin, accuracy]) in steps.iter().enumerate() {
-                assert!((loss - losses[i]).abs() <= 2e-4, "{what}, step {i}: loss {loss}, {}", losses[i]);
-                assert!((norm / norms[i] - 1.0).abs() <= 1e-3, "{what}, step {i}: norm {norm}, {}", norms[i]);
-                assert!((margin - margins[i]).abs() <= 1e-3, "{what}, step {i}: margin {margin}, {}", margins[i]);
-                assert!((accuracy - accuracies[i]).abs() <= 1e-6, "{what}, step {i}: {accuracy}, {}", accuracies[i]);
+                assert!((loss - losses[i]).abs() <= 2e-4, "{context}, step {i}: loss {loss}, {}", losses[i]);
+                assert!((norm / norms[i] - 1.0).abs() <= 1e-3, "{context}, step {i}: norm {norm}, {}", norms[i]);
+                assert!((margin - margins[i]).abs() <= 1e-3, "{context}, step {i}: margin {margin}, {}", margins[i]);
+                assert!((accuracy - accuracies[i]).abs() <= 1e-6, "{context}, step {i}: {accuracy}, {}", accuracies[i]);
             }
             let file = candle_core::safetensors::load(
                 path(format!("dpo/llama.{case}.final_adapter.safetensors")),
@@ -122,11 +122,11 @@ fn follow(case: &str) {
             for (key, want) in &file.unwrap() {
                 let found = adapter.tensor(key.strip_prefix("base_model.model.").unwrap()).unwrap();
                 let want = want.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-                let off = found.values.iter().zip(&want).fold(0f32, |most, (a, b)| most.max((a - b).abs()));
-                assert!(off <= 1e-3 && found.values.len() == want.len(), "{what}: {key} differs by {off}");
+                let error = found.values.iter().zip(&want).fold(0f32, |max, (a, b)| max.max((a - b).abs()));
+                assert!(error <= 1e-3 && found.values.len() == want.len(), "{context}: {key} differs by {error}");
             }
             let first = first.get_or_insert_with(|| adapter.clone());
-            assert!(*first == adapter, "{what}: bits differ from those of stage 0");
+            assert!(*first == adapter, "{context}: bits differ from those of stage 0");
         }
     }
 }

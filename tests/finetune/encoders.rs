@@ -69,17 +69,17 @@ fn logits_states_and_losses_of_all_encoders_are_those_of_transformers() {
         let (ids, kinds) = inputs(&forward);
         let mask = forward["attention_mask"].to_dtype(DType::U32).unwrap().sum(1).unwrap().to_vec1::<u32>().unwrap();
         assert_eq!(mask, LENGTHS.map(|length| length as u32));
-        let off = far(&model.forward(&ids, kinds.as_ref(), &LENGTHS).unwrap(), &forward["logits"]);
-        assert!(off <= 1e-4, "{encoder}: logits differ by {off}");
+        let error = far(&model.forward(&ids, kinds.as_ref(), &LENGTHS).unwrap(), &forward["logits"]);
+        assert!(error <= 1e-4, "{encoder}: logits differ by {error}");
         let states = model.states(&ids, kinds.as_ref(), &LENGTHS).unwrap();
         for (row, length) in LENGTHS.into_iter().enumerate() {
-            let part = |t: &Tensor| t.get(row).unwrap().narrow(0, 0, length).unwrap();
-            let off = far(&part(&states), &part(&forward["last_hidden_state"]));
-            assert!(off <= 5e-5, "{encoder}: states of row {row} differ by {off}");
-            let mean = part(&states).mean(0).unwrap();
+            let unpadded = |t: &Tensor| t.get(row).unwrap().narrow(0, 0, length).unwrap();
+            let error = far(&unpadded(&states), &unpadded(&forward["last_hidden_state"]));
+            assert!(error <= 5e-5, "{encoder}: states of row {row} differ by {error}");
+            let mean = unpadded(&states).mean(0).unwrap();
             let norm = mean.sqr().unwrap().sum_all().unwrap().sqrt().unwrap();
-            let off = far(&mean.broadcast_div(&norm).unwrap(), &forward["mean_pooled_normalized"].get(row).unwrap());
-            assert!(off <= 1e-5, "{encoder}: embedding of row {row} differs by {off}");
+            let error = far(&mean.broadcast_div(&norm).unwrap(), &forward["mean_pooled_normalized"].get(row).unwrap());
+            assert!(error <= 1e-5, "{encoder}: embedding of row {row} differs by {error}");
         }
         let loss = model.loss(&ids, kinds.as_ref(), &LENGTHS, &forward["labels"], None).unwrap();
         let want = record(encoder, "forward.json")["loss"].as_f64().unwrap();
@@ -98,11 +98,11 @@ fn padding_changes_no_bit_of_an_encoders_logits() {
             values(&model.forward(&ids, None, &[length]).unwrap()).into_iter().map(f32::to_bits).collect()
         };
         for (row, length) in LENGTHS.into_iter().enumerate().skip(1) {
-            let alone = bits(ids[row][..length].to_vec(), length);
+            let expected = bits(ids[row][..length].to_vec(), length);
             for filler in [3, 1, 77] {
                 let mut padded = ids[row][..length].to_vec();
                 padded.resize(32, filler);
-                assert_eq!(bits(padded, length), alone, "{encoder}, row {row}, {filler}");
+                assert_eq!(bits(padded, length), expected, "{encoder}, row {row}, {filler}");
             }
         }
     }
@@ -116,16 +116,16 @@ fn ten_steps_of_all_encoders_follow_pytorch_at_stages_0_and_3() {
         for world in [1, 2] {
             let mut first: Option<Vec<u8>> = None;
             for stage in [0, 3] {
-                let what = format!("{encoder}, stage {stage}, world size {world}");
+                let context = format!("{encoder}, stage {stage}, world size {world}");
                 let (found, file) = train(encoder, &record["batches"], world, stage);
                 assert_eq!((found.len(), steps.len()), (10, 10));
                 for (i, ((loss, norm), want)) in found.iter().zip(steps).enumerate() {
                     let [want_loss, want_norm] = ["loss", "grad_norm"].map(|key| want[key].as_f64().unwrap());
-                    assert!((loss - want_loss).abs() <= 5e-5, "{what}, step {i}: loss {loss}, {want_loss}");
-                    assert!((norm / want_norm - 1.0).abs() <= 1e-4, "{what}, step {i}: norm {norm}, {want_norm}");
+                    assert!((loss - want_loss).abs() <= 5e-5, "{context}, step {i}: loss {loss}, {want_loss}");
+                    assert!((norm / want_norm - 1.0).abs() <= 1e-4, "{context}, step {i}: norm {norm}, {want_norm}");
                 }
                 let first = first.get_or_insert_with(|| file.clone());
-                assert!(*first == file, "{what}: bits differ from those of stage 0");
+                assert!(*first == file, "{context}: bits differ from those of stage 0");
             }
             check_final_weights(encoder, &first.unwrap());
         }
@@ -135,14 +135,14 @@ fn ten_steps_of_all_encoders_follow_pytorch_at_stages_0_and_3() {
 /// Compares the weights with those that PyTorch has after the last step.
 fn check_final_weights(encoder: &str, file: &[u8]) {
     let weights = candle_core::safetensors::load_buffer(file, &Device::Cpu).unwrap();
-    let wanted = tensors(encoder, "final.safetensors");
-    assert_eq!(weights.len(), wanted.len());
+    let expected = tensors(encoder, "final.safetensors");
+    assert_eq!(weights.len(), expected.len());
     let mut outliers = 0;
-    for (name, want) in &wanted {
+    for (name, want) in &expected {
         // The gradients of the keys' biases consist only of rounding errors.
         let is_key = ["key.bias", "k_lin.bias"].iter().any(|end| name.ends_with(end));
-        let off = far(&weights[name], want);
-        assert!(off <= if is_key { 1e-2 } else { 5e-4 }, "{encoder}: {name} differs by {off}");
+        let difference = far(&weights[name], want);
+        assert!(difference <= if is_key { 1e-2 } else { 5e-4 }, "{encoder}: {name} differs by {difference}");
         let pairs = values(&weights[name]).into_iter().zip(values(want));
         outliers += pairs.filter(|(found, want)| !is_key && (found - want).abs() > 5e-5).count();
     }
@@ -178,7 +178,7 @@ fn train(encoder: &str, batches: &Value, world: usize, stage: u8) -> (Vec<(f64, 
             engine.backward(&loss)?;
             engine.step()?;
             let all = engine.gather_f64(&[f64::from(loss.to_scalar::<f32>()?)])?;
-            let mean = all.iter().map(|own| own[0]).sum::<f64>() / world as f64;
+            let mean = all.iter().map(|values| values[0]).sum::<f64>() / world as f64;
             steps.push((mean, engine.global_grad_norm().unwrap()));
         }
         engine.export_safetensors(&file)?;
@@ -212,10 +212,10 @@ fn labels(names: &[&str]) -> Vec<String> {
 #[test]
 fn heads_of_all_encoders_are_kept_if_they_fit_and_replaced_if_not() {
     for encoder in ENCODERS {
-        let own = labels(&["LABEL_0", "LABEL_1", "LABEL_2"]);
+        let model_labels = labels(&["LABEL_0", "LABEL_1", "LABEL_2"]);
         let whole = changed(encoder, Some, |_| ());
         assert_eq!(ClassifierBase::open_trained(&whole).unwrap().notes(), [] as [&str; 0], "{encoder}");
-        assert_eq!(ClassifierBase::open(&whole, &own).unwrap().notes(), [] as [&str; 0], "{encoder}");
+        assert_eq!(ClassifierBase::open(&whole, &model_labels).unwrap().notes(), [] as [&str; 0], "{encoder}");
         // The weights have neither a head nor a prefix, as when a model without a head is saved.
         let prefix = format!("{}.", config(encoder).naming.prefix());
         let bare = changed(encoder, |name| name.strip_prefix(prefix.as_str()).map(str::to_owned), |_| ());
@@ -232,7 +232,7 @@ fn heads_of_all_encoders_are_kept_if_they_fit_and_replaced_if_not() {
         let error = ClassifierBase::open_trained(&bare).unwrap_err().to_string();
         assert!(error.contains("is not a trained classifier"), "{error}");
         let out = tempfile::tempdir().unwrap();
-        base.write_beside(out.path()).unwrap();
+        base.write_companion_files(out.path()).unwrap();
         let written: Value = serde_json::from_slice(&std::fs::read(out.path().join("config.json")).unwrap()).unwrap();
         assert_eq!(written["architectures"], record(encoder, "config.json")["architectures"]);
         assert_eq!(written["id2label"], json!({"0": "no", "1": "yes"}));

@@ -33,10 +33,10 @@ fn a_signal_without_checkpoints_leaves_the_model_of_the_last_step_beside_the_res
         wait_up_to(Duration::from_secs(100), "the second step", || (lines(&metrics).len() > 1).then_some(()));
         kill_process(Pid::from_child(&child), Signal::INT).unwrap();
         let output = child.wait_with_output().unwrap();
-        let (said, told) = (stdout(&output), stderr(&output));
-        assert_eq!(output.status.code(), Some(130), "{said}{told}");
-        assert!(told.contains("a second signal (Ctrl-C) stops the run immediately"), "{told}");
-        assert!(said.contains("stopped by a signal after step ") && said.contains("--resume"), "{said}");
+        let (printed, errors) = (stdout(&output), stderr(&output));
+        assert_eq!(output.status.code(), Some(130), "{printed}{errors}");
+        assert!(errors.contains("a second signal (Ctrl-C) stops the run immediately"), "{errors}");
+        assert!(printed.contains("stopped by a signal after step ") && printed.contains("--resume"), "{printed}");
         assert!(!out.exists());
         Adapter::read(&stopped).unwrap();
     }
@@ -80,11 +80,11 @@ fn rewards_of_preferences_are_reported_for_each_step_and_validation() {
     let mut command = finetune(&path("models/llama"), folder.path(), &[words.as_slice(), &more].concat());
     let output = command.output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
-    let told = stderr(&output);
-    assert!(told.contains("margin") && told.contains("accuracy"), "{told}");
+    let errors = stderr(&output);
+    assert!(errors.contains("margin") && errors.contains("accuracy"), "{errors}");
     let lines = lines(&metrics);
     let steps: Vec<&Value> = lines.iter().filter(|line| line["step"].is_u64()).collect();
-    let value = |of: &Value, key: &str| of[key].as_f64().unwrap();
+    let value = |record: &Value, key: &str| record[key].as_f64().unwrap();
     for rewards in steps.iter().map(|step| &step["rewards"]).chain(steps.iter().filter_map(|s| s.get("val_rewards"))) {
         let [chosen, rejected, margin] = ["chosen", "rejected", "margin"].map(|key| value(rewards, key));
         assert!((chosen - rejected - margin).abs() < 1e-4 * (1.0 + margin.abs()), "{rewards}");
@@ -133,8 +133,8 @@ fn a_result_has_the_tokenizer_a_readme_and_a_record_of_the_run_beside_its_weight
     let saving = ["--lr", "5e-3", "--save", saves.to_str().unwrap(), "--resume", "--steps", "4"];
     assert_eq!(run("resumed", &saving).0, Some(0));
     std::fs::remove_dir_all(folder.path().join("resumed")).unwrap();
-    let (code, told) = run("resumed", &saving);
-    assert_eq!(code, Some(0), "{told}");
+    let (code, errors) = run("resumed", &saving);
+    assert_eq!(code, Some(0), "{errors}");
     for name in ["run.json", "README.md"] {
         assert_eq!(text("whole", name), text("resumed", name), "{name}");
     }
@@ -149,13 +149,13 @@ fn a_run_is_recorded_in_the_working_directory_unless_that_is_switched_off() {
     let folder = tempfile::tempdir().unwrap();
     let data = chats(folder.path(), 40);
     let words = ["--data", &data, "--out", "out", "--batch", "4", "--ctx", "48", "--val", "20%", "--steps", "3"];
-    let train = |more: &[&str], within: &str| {
-        let within = folder.path().join(within);
-        std::fs::create_dir(&within).unwrap();
+    let train = |more: &[&str], name: &str| {
+        let working_dir = folder.path().join(name);
+        std::fs::create_dir(&working_dir).unwrap();
         let mut command = finetune(&path("models/llama"), folder.path(), &[words.as_slice(), more].concat());
-        let output = command.env_remove("CANDLE_ZERO_RUNS_DIR").current_dir(&within).output().unwrap();
+        let output = command.env_remove("CANDLE_ZERO_RUNS_DIR").current_dir(&working_dir).output().unwrap();
         assert!(output.status.success(), "{}", stderr(&output));
-        within
+        working_dir
     };
     let recorded = train(&["--run", "sums"], "recorded");
     let list = zerorun().args(["runs", "--json", "--runs", "runs"]).current_dir(&recorded).output().unwrap();
@@ -164,9 +164,9 @@ fn a_run_is_recorded_in_the_working_directory_unless_that_is_switched_off() {
     assert_eq!((&run["name"], &run["state"], &run["steps"]), (&json!("sums"), &json!("finished"), &json!(3)));
     assert_eq!(run["loss"]["step"], 3);
     assert_eq!(run["val_loss"]["step"], 3);
-    let begun = recorded.join("runs").join(run["id"].as_str().unwrap());
-    let start: Value = from_str(&std::fs::read_to_string(begun.join("run.json")).unwrap()).unwrap();
+    let run_folder = recorded.join("runs").join(run["id"].as_str().unwrap());
+    let start: Value = from_str(&std::fs::read_to_string(run_folder.join("run.json")).unwrap()).unwrap();
     assert_eq!((&start["settings"]["batch"], &start["total_steps"]), (&json!(4), &json!(3)));
-    let off = train(&["--runs", "off"], "off");
-    assert!(!off.join("runs").exists());
+    let unrecorded = train(&["--runs", "off"], "off");
+    assert!(!unrecorded.join("runs").exists());
 }

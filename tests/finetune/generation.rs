@@ -20,8 +20,8 @@ fn tokens_with_a_cache_have_the_logits_of_the_whole_text() {
             text.push(best as u32);
             logits = model.extend(&mut session, &text[text.len() - 1..]).unwrap();
             let want = model.last_logits(&text).unwrap();
-            let far = logits.iter().zip(&want).fold(0f32, |most, (a, b)| most.max((a - b).abs()));
-            assert!(far <= 2e-5, "{name}: {far} after {} tokens", text.len());
+            let difference = logits.iter().zip(&want).fold(0f32, |max, (a, b)| max.max((a - b).abs()));
+            assert!(difference <= 2e-5, "{name}: {difference} after {} tokens", text.len());
         }
         assert_eq!(model.generate(&text[..29], 25, 0.0, 0).unwrap(), text[29..], "{name}");
     }
@@ -38,7 +38,7 @@ fn a_prompt_in_pieces_gives_what_it_gives_at_once() {
         for piece in [&text[..7], &text[7..8], &text[8..40], &text[40..]] {
             logits = model.extend(&mut session, piece).unwrap();
         }
-        let far = logits.iter().zip(&want).fold(0f32, |most, (a, b)| most.max((a - b).abs()));
-        assert!(far <= 2e-5, "{name}: {far}");
+        let difference = logits.iter().zip(&want).fold(0f32, |max, (a, b)| max.max((a - b).abs()));
+        assert!(difference <= 2e-5, "{name}: {difference}");
     }
 }

@@ -22,7 +22,7 @@ fn weights(model: &str) -> Tensors {
 fn name(architecture: &str, parameter: &str) -> String {
     let is_gemma = architecture.starts_with("gemma");
     let mut name = parameter.replace("model.layers.", "blk.");
-    for (theirs, ours) in [
+    for (hugging_face, gguf) in [
         ("model.embed_tokens", "token_embd"),
         ("model.norm", "output_norm"),
         ("lm_head", "output"),
@@ -42,7 +42,7 @@ fn name(architecture: &str, parameter: &str) -> String {
         ("mlp.up_proj", "ffn_up"),
         ("mlp.down_proj", "ffn_down"),
     ] {
-        name = name.replace(&format!("{theirs}."), &format!("{ours}."));
+        name = name.replace(&format!("{hugging_face}."), &format!("{gguf}."));
     }
     name
 }
@@ -50,8 +50,8 @@ fn name(architecture: &str, parameter: &str) -> String {
 /// Returns the query or key weights of a Llama in the converter's row order.
 fn permuted(tensor: &Tensor, heads: usize) -> Tensor {
     let (rows, columns) = tensor.dims2().unwrap();
-    let apart = tensor.reshape((heads, 2, rows / heads / 2, columns)).unwrap();
-    apart.transpose(1, 2).unwrap().contiguous().unwrap().reshape((rows, columns)).unwrap()
+    let split_heads = tensor.reshape((heads, 2, rows / heads / 2, columns)).unwrap();
+    split_heads.transpose(1, 2).unwrap().contiguous().unwrap().reshape((rows, columns)).unwrap()
 }
 
 fn converted(architecture: &str, config: &DecoderConfig, weights: &Tensors) -> Tensors {
@@ -70,28 +70,28 @@ fn converted(architecture: &str, config: &DecoderConfig, weights: &Tensors) -> T
 fn metadata(architecture: &str, config: &DecoderConfig) -> Vec<(String, Value)> {
     let size = |size: usize| Value::U32(size as u32);
     let mut all = vec![("general.architecture".to_owned(), Value::String(architecture.into()))];
-    let mut own = |key: &str, value: Value| all.push((format!("{architecture}.{key}"), value));
-    own("context_length", size(config.ctx));
-    own("embedding_length", size(config.hidden_size));
-    own("block_count", size(config.blocks.len()));
-    own("feed_forward_length", size(config.intermediate_size));
-    own("attention.head_count", size(config.num_attention_heads));
-    own("attention.head_count_kv", size(config.num_key_value_heads));
-    own("attention.key_length", size(config.head_dim));
-    own("attention.value_length", size(config.head_dim));
-    own("attention.layer_norm_rms_epsilon", Value::F32(config.norm_eps as f32));
+    let mut add = |key: &str, value: Value| all.push((format!("{architecture}.{key}"), value));
+    add("context_length", size(config.ctx));
+    add("embedding_length", size(config.hidden_size));
+    add("block_count", size(config.blocks.len()));
+    add("feed_forward_length", size(config.intermediate_size));
+    add("attention.head_count", size(config.num_attention_heads));
+    add("attention.head_count_kv", size(config.num_key_value_heads));
+    add("attention.key_length", size(config.head_dim));
+    add("attention.value_length", size(config.head_dim));
+    add("attention.layer_norm_rms_epsilon", Value::F32(config.norm_eps as f32));
     let rotary = config.blocks.last().unwrap().rotary.clone().unwrap();
-    own("rope.freq_base", Value::F32(rotary.theta as f32));
+    add("rope.freq_base", Value::F32(rotary.theta as f32));
     if let RotaryScaling::Linear { factor } = rotary.scaling {
-        own("rope.scaling.type", Value::String("linear".into()));
-        own("rope.scaling.factor", Value::F32(factor as f32));
+        add("rope.scaling.type", Value::String("linear".into()));
+        add("rope.scaling.factor", Value::F32(factor as f32));
     }
     if let (Some(window), false) = (config.blocks[0].window, architecture == "llama") {
-        own("attention.sliding_window", size(window));
+        add("attention.sliding_window", size(window));
     }
     for (key, cap) in [("attn", config.attention_soft_cap), ("final", config.logit_soft_cap)] {
         if let Some(cap) = cap {
-            own(&format!("{key}_logit_softcapping"), Value::F32(cap as f32));
+            add(&format!("{key}_logit_softcapping"), Value::F32(cap as f32));
         }
     }
     all.extend(config.padding.map(|id| ("tokenizer.ggml.padding_token_id".to_owned(), Value::U32(id))));
@@ -107,7 +107,7 @@ fn write(file: &Path, metadata: &[(String, Value)], tensors: &Tensors, dtype: im
     gguf_file::write(&mut std::fs::File::create(file).unwrap(), &metadata, &quantized).unwrap();
 }
 
-fn whole(base: &BaseModel, parameter: &str, shape: &[usize]) -> Vec<f32> {
+fn all_values(base: &BaseModel, parameter: &str, shape: &[usize]) -> Vec<f32> {
     base.values().values(parameter, shape, 0..shape.iter().product()).unwrap()
 }
 
@@ -148,12 +148,12 @@ fn a_file_of_f32_has_the_description_and_the_weights_of_its_model() {
             assert_eq!(read.config(), &DecoderConfig::from_hugging_face(&want).unwrap(), "{model}");
             assert_eq!(read.config(), &DecoderConfig::from_hugging_face(read.config_json()).unwrap(), "{model}");
             for (parameter, shape) in read.config().parameters().unwrap() {
-                let (got, want) = (whole(&read, &parameter, &shape), whole(&plain, &parameter, &shape));
+                let (got, want) = (all_values(&read, &parameter, &shape), all_values(&plain, &parameter, &shape));
                 // The converter adds 1 to the weights of Gemma's norms in f32, which rounds them.
                 let most =
                     if architecture.starts_with("gemma") && parameter.ends_with("norm.weight") { 2e-7 } else { 0.0 };
-                let far = got.iter().zip(&want).fold(0f32, |most, (a, b)| most.max((a - b).abs()));
-                assert!(far <= most && got.len() == want.len(), "{model}: {parameter} differs by {far}");
+                let difference = got.iter().zip(&want).fold(0f32, |most, (a, b)| most.max((a - b).abs()));
+                assert!(difference <= most && got.len() == want.len(), "{model}: {parameter} differs by {difference}");
             }
         }
     }
@@ -193,29 +193,29 @@ fn parts_are_those_of_the_whole_in_every_format() {
         (GgmlDType::Q4K, 0.2),
         (GgmlDType::Q6K, 0.05),
     ] {
-        let of = |name: &str| if name.contains("norm") { GgmlDType::F32 } else { dtype };
-        write(&file, &metadata("llama", &config), &converted, of);
+        let dtype_of = |name: &str| if name.contains("norm") { GgmlDType::F32 } else { dtype };
+        write(&file, &metadata("llama", &config), &converted, dtype_of);
         let base = BaseModel::open(&file).unwrap();
         assert_eq!(base.config(), &config);
         for (parameter, shape) in &parameters {
-            let got = whole(&base, parameter, shape);
+            let got = all_values(&base, parameter, shape);
             // Candle itself reads the tensor, and the converter's order is undone explicitly.
-            let quantized = QTensor::quantize(&converted[&name("llama", parameter)], of(parameter)).unwrap();
+            let quantized = QTensor::quantize(&converted[&name("llama", parameter)], dtype_of(parameter)).unwrap();
             let back = quantized.dequantize(&Device::Cpu).unwrap();
             let heads = if parameter.contains("q_proj") { Some(8) } else { parameter.contains("k_proj").then_some(2) };
             let back = match heads {
                 Some(heads) => {
-                    let apart = back.reshape((heads, shape[0] / heads / 2, 2, shape[1])).unwrap();
-                    apart.transpose(1, 2).unwrap().contiguous().unwrap()
+                    let split_heads = back.reshape((heads, shape[0] / heads / 2, 2, shape[1])).unwrap();
+                    split_heads.transpose(1, 2).unwrap().contiguous().unwrap()
                 }
                 None => back,
             };
             assert!(got == crate::fixtures::values(&back), "{dtype:?}: {parameter}");
-            let far = got
+            let difference = got
                 .iter()
                 .zip(crate::fixtures::values(&weights[parameter]))
                 .fold(0f32, |m, (a, b)| m.max((a - b).abs()));
-            assert!(far <= accuracy, "{dtype:?}: {parameter} differs by {far}");
+            assert!(difference <= accuracy, "{dtype:?}: {parameter} differs by {difference}");
             let len = got.len();
             for range in [0..1, len - 1..len, len / 3..2 * len / 3, len / 2 - 7..len / 2 + 300, 5..5] {
                 let range = range.start.min(len)..range.end.min(len);

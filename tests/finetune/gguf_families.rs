@@ -18,7 +18,7 @@ struct Case {
     /// The keys of config.json in which the model differs from [`description`].
     differences: Value,
     /// The tensors outside the blocks, and those of a block, from gguf-py's lists. Those with a bias have a `+`.
-    around: &'static str,
+    outer: &'static str,
     of_block: &'static str,
     keys: Vec<(&'static str, GgufValue)>,
 }
@@ -49,7 +49,7 @@ fn text(text: &str) -> GgufValue {
     GgufValue::String(text.into())
 }
 
-const AROUND: &str = "token_embd output_norm output";
+const UNTIED: &str = "token_embd output_norm output";
 const TIED: &str = "token_embd output_norm";
 const LAYER_NORM: &str = "token_embd output_norm+ output";
 const PLAIN: &str = "attn_norm attn_q attn_k attn_v attn_output ffn_norm ffn_gate ffn_up ffn_down";
@@ -62,11 +62,11 @@ const OLMO2: &str = "attn_q attn_k attn_v attn_output post_attention_norm attn_q
                      ffn_up ffn_down";
 
 fn cases() -> Vec<Case> {
-    let case = |kind, architecture, differences, around, of_block, keys: &[(&'static str, GgufValue)]| Case {
+    let case = |kind, architecture, differences, outer, of_block, keys: &[(&'static str, GgufValue)]| Case {
         kind,
         architecture,
         differences,
-        around,
+        outer,
         of_block,
         keys: keys.to_vec(),
     };
@@ -100,7 +100,7 @@ fn cases() -> Vec<Case> {
             "llama",
             "llama",
             json!({"attention_bias": true, "mlp_bias": true}),
-            AROUND,
+            UNTIED,
             "attn_norm attn_q+ attn_k+ attn_v+ attn_output+ ffn_norm ffn_gate+ ffn_up+ ffn_down+",
             &[("rope.dimension_count", size(16)), ("attention.layer_norm_rms_epsilon", number(1e-5))],
         ),
@@ -108,7 +108,7 @@ fn cases() -> Vec<Case> {
             "mistral",
             "llama",
             json!({"sliding_window": 32, "head_dim": 32}),
-            AROUND,
+            UNTIED,
             PLAIN,
             &[("context_length", size(32)), ("attention.key_length", size(32)), ("rope.dimension_count", size(32))],
         ),
@@ -116,13 +116,13 @@ fn cases() -> Vec<Case> {
             "ministral",
             "llama",
             json!({"sliding_window": 48, "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]}),
-            AROUND,
+            UNTIED,
             PLAIN,
             &[("context_length", size(48))],
         ),
-        case("ministral3", "llama", json!({"rope_parameters": yarn}), AROUND, PLAIN, &yarn_keys),
-        case("mistral3", "llama", inner("mistral", &json!({})), AROUND, PLAIN, &[("context_length", size(64))]),
-        case("qwen2", "qwen2", json!({}), AROUND, QKV_BIASES, &[("rope.freq_base", number(1e4))]),
+        case("ministral3", "llama", json!({"rope_parameters": yarn}), UNTIED, PLAIN, &yarn_keys),
+        case("mistral3", "llama", inner("mistral", &json!({})), UNTIED, PLAIN, &[("context_length", size(64))]),
+        case("qwen2", "qwen2", json!({}), UNTIED, QKV_BIASES, &[("rope.freq_base", number(1e4))]),
         case(
             "qwen3",
             "qwen3",
@@ -144,8 +144,8 @@ fn cases() -> Vec<Case> {
                 ("context_length", size(64)),
             ],
         ),
-        case("gemma3_text", "gemma3", gemma3.clone(), AROUND, GEMMA3, &gemma3_keys),
-        case("gemma3", "gemma3", inner("gemma3_text", &gemma3), AROUND, GEMMA3, &gemma3_keys),
+        case("gemma3_text", "gemma3", gemma3.clone(), UNTIED, GEMMA3, &gemma3_keys),
+        case("gemma3", "gemma3", inner("gemma3_text", &gemma3), UNTIED, GEMMA3, &gemma3_keys),
         case(
             "phi3",
             "phi3",
@@ -163,7 +163,7 @@ fn cases() -> Vec<Case> {
             "glm",
             "chatglm",
             json!({}),
-            AROUND,
+            UNTIED,
             "attn_norm attn_q+ attn_k+ attn_v+ attn_output ffn_norm ffn_up ffn_down",
             &[("rope.dimension_count", size(8))],
         ),
@@ -171,7 +171,7 @@ fn cases() -> Vec<Case> {
             "glm4",
             "glm4",
             json!({"attention_bias": false}),
-            AROUND,
+            UNTIED,
             "attn_norm attn_q attn_k attn_v attn_output post_attention_norm ffn_norm ffn_up ffn_down post_ffw_norm",
             &[("rope.dimension_count", size(8))],
         ),
@@ -179,7 +179,7 @@ fn cases() -> Vec<Case> {
             "granite",
             "granite",
             json!({"attention_multiplier": 0.125, "embedding_multiplier": 12.0, "residual_multiplier": 0.25, "logits_scaling": 8.0}),
-            AROUND,
+            UNTIED,
             PLAIN,
             &[
                 ("attention.scale", number(0.125)),
@@ -188,7 +188,7 @@ fn cases() -> Vec<Case> {
                 ("logit_scale", number(8.0)),
             ],
         ),
-        case("smollm3", "smollm3", json!({}), AROUND, PLAIN, &[("rope.freq_base", number(1e4))]),
+        case("smollm3", "smollm3", json!({}), UNTIED, PLAIN, &[("rope.freq_base", number(1e4))]),
         case(
             "starcoder2",
             "starcoder2",
@@ -217,12 +217,12 @@ fn cases() -> Vec<Case> {
             "attn_norm attn_q attn_k attn_v attn_output ffn_gate ffn_up ffn_down",
             &[("logit_scale", number(0.0625)), ("attention.sliding_window", size(16)), ("context_length", size(64))],
         ),
-        case("olmo2", "olmo2", json!({}), AROUND, OLMO2, &[("attention.layer_norm_rms_epsilon", number(1e-5))]),
+        case("olmo2", "olmo2", json!({}), UNTIED, OLMO2, &[("attention.layer_norm_rms_epsilon", number(1e-5))]),
         case(
             "olmo3",
             "olmo2",
             json!({"sliding_window": 16, "rope_scaling": yarn}),
-            AROUND,
+            UNTIED,
             OLMO2,
             &[
                 &yarn_keys[..],
@@ -264,7 +264,7 @@ fn cases() -> Vec<Case> {
             "gpt_oss",
             "gpt-oss",
             gpt_oss(),
-            AROUND,
+            UNTIED,
             "attn_norm post_attention_norm attn_q+ attn_k+ attn_v+ attn_output+ attn_sinks ffn_gate_inp+ ffn_gate_exps+ \
              ffn_up_exps+ ffn_down_exps+",
             &[
@@ -319,8 +319,8 @@ fn write(base: &BaseModel, file: &Path, format: GgufFormat) {
 fn interleaved(tensor: &Tensor, heads: usize) -> Tensor {
     let rows = tensor.dim(0).unwrap();
     let columns = tensor.elem_count() / rows;
-    let apart = tensor.reshape((heads, 2, rows / heads / 2, columns)).unwrap();
-    apart.transpose(1, 2).unwrap().contiguous().unwrap().reshape(tensor.dims()).unwrap()
+    let split_heads = tensor.reshape((heads, 2, rows / heads / 2, columns)).unwrap();
+    split_heads.transpose(1, 2).unwrap().contiguous().unwrap().reshape(tensor.dims()).unwrap()
 }
 
 /// Returns the tensors of llama.cpp's converter.
@@ -361,33 +361,33 @@ fn converted(architecture: &str, config: &DecoderConfig) -> BTreeMap<String, Ten
         if let Some((block, experts)) = name.split_once(".mlp.experts.") {
             let ending = if experts.ends_with("_bias") { "bias" } else { "weight" };
             // [experts, in, out], or [experts, out]
-            let turned = if tensor.rank() == 3 { tensor.transpose(1, 2).unwrap() } else { tensor.clone() };
+            let transposed = if tensor.rank() == 3 { tensor.transpose(1, 2).unwrap() } else { tensor.clone() };
             let put = |all: &mut BTreeMap<_, _>, part: &str, tensor: Tensor| {
                 all.insert(format!("{block}.ffn_{part}_exps.{ending}"), tensor.contiguous().unwrap());
             };
             if experts.starts_with("down_proj") {
-                put(&mut all, "down", turned);
+                put(&mut all, "down", transposed);
                 continue;
             }
-            let of = |first: u32| {
-                let columns: Vec<u32> = (first..turned.dim(1).unwrap() as u32).step_by(2).collect();
-                turned.contiguous().unwrap().index_select(&Tensor::new(columns, &Device::Cpu).unwrap(), 1).unwrap()
+            let every_other = |first: u32| {
+                let columns: Vec<u32> = (first..transposed.dim(1).unwrap() as u32).step_by(2).collect();
+                transposed.contiguous().unwrap().index_select(&Tensor::new(columns, &Device::Cpu).unwrap(), 1).unwrap()
             };
-            put(&mut all, "gate", of(0));
-            put(&mut all, "up", of(1));
+            put(&mut all, "gate", every_other(0));
+            put(&mut all, "up", every_other(1));
             continue;
         }
         if name.starts_with("norm.") {
             name = format!("output_{name}");
         }
         let plus_one = ["gemma2", "gemma3", "nemotron"].contains(&architecture) && name.ends_with("norm.weight");
-        for (theirs, ours) in names {
-            name = name.replace(theirs, ours);
+        for (hugging_face, gguf) in names {
+            name = name.replace(hugging_face, gguf);
         }
-        let turns = ["llama", "granite", "smollm3"].contains(&architecture);
+        let is_permuted = ["llama", "granite", "smollm3"].contains(&architecture);
         let tensor = match name.rsplit('.').nth(1) {
-            Some("attn_q") if turns => interleaved(&tensor, config.num_attention_heads),
-            Some("attn_k") if turns => interleaved(&tensor, config.num_key_value_heads),
+            Some("attn_q") if is_permuted => interleaved(&tensor, config.num_attention_heads),
+            Some("attn_k") if is_permuted => interleaved(&tensor, config.num_key_value_heads),
             _ if plus_one => (tensor + 1.0).unwrap(),
             _ => tensor,
         };
@@ -407,11 +407,11 @@ fn names(prefix: &str, list: &str) -> Vec<String> {
 
 #[test]
 fn files_of_all_families_have_the_tensors_the_values_and_the_keys_of_llama_cpp() {
-    for Case { kind, architecture, differences, around, of_block, keys } in cases() {
+    for Case { kind, architecture, differences, outer, of_block, keys } in cases() {
         let folder = folder(&description(kind, &differences));
         let base = BaseModel::open(folder.path()).unwrap();
         let file = folder.path().join("model.gguf");
-        let mut want: BTreeSet<String> = names("", around).into_iter().collect();
+        let mut want: BTreeSet<String> = names("", outer).into_iter().collect();
         (0..base.config().blocks.len()).for_each(|block| want.extend(names(&format!("blk.{block}."), of_block)));
         let expected = converted(architecture, base.config());
         for (format, dtype) in [(GgufFormat::F16, GgmlDType::F16), (GgufFormat::Q8_0, GgmlDType::Q8_0)] {
@@ -429,9 +429,9 @@ fn files_of_all_families_have_the_tensors_the_values_and_the_keys_of_llama_cpp()
                 let is_f32 = tensor.rank() == 1 || name.ends_with(".bias") || name.contains("gate_inp");
                 assert_eq!(info.ggml_dtype, if is_f32 { GgmlDType::F32 } else { dtype }, "{kind}: {name}");
                 let found = content.tensor(&mut reader, name, &Device::Cpu).unwrap().dequantize(&Device::Cpu).unwrap();
-                let far = crate::fixtures::far(&found, tensor);
-                let most = if info.ggml_dtype == GgmlDType::Q8_0 { 5e-3 } else { 0.0 };
-                assert!(far <= most, "{kind}: {name} differs by {far}");
+                let difference = crate::fixtures::far(&found, tensor);
+                let tolerance = if info.ggml_dtype == GgmlDType::Q8_0 { 5e-3 } else { 0.0 };
+                assert!(difference <= tolerance, "{kind}: {name} differs by {difference}");
             }
             let value = |key: &str| format!("{:?}", content.metadata.get(key));
             assert_eq!(value("general.architecture"), format!("{:?}", Some(text(architecture))));

@@ -8,7 +8,7 @@ use candle_zero_finetune::{BaseModel, GgufFormat, MergedModel};
 use std::collections::HashMap;
 use std::path::Path;
 
-fn whole(base: &BaseModel, parameter: &str, shape: &[usize]) -> Vec<f32> {
+fn all_values(base: &BaseModel, parameter: &str, shape: &[usize]) -> Vec<f32> {
     base.values().values(parameter, shape, 0..shape.iter().product()).unwrap()
 }
 
@@ -46,12 +46,12 @@ fn a_written_gpt_oss_is_read_as_the_same_model() {
         assert_eq!(without_padding(read.config()), without_padding(base.config()));
         assert_eq!(read.config_json()["model_type"], "gpt_oss");
         for (name, shape) in read.config().parameters().unwrap() {
-            let (found, want) = (whole(&read, &name, &shape), whole(&base, &name, &shape));
-            let most = want.iter().fold(0f32, |most, x| most.max(x.abs()));
-            let far = found.iter().zip(&want).fold(0f32, |far, (a, b)| far.max((a - b).abs()));
+            let (found, want) = (all_values(&read, &name, &shape), all_values(&base, &name, &shape));
+            let largest = want.iter().fold(0f32, |max, x| max.max(x.abs()));
+            let difference = found.iter().zip(&want).fold(0f32, |max, (a, b)| max.max((a - b).abs()));
             assert!(
-                found.len() == want.len() && far <= accuracy * most,
-                "{format:?}: {name} differs by {far} of {most}"
+                found.len() == want.len() && difference <= accuracy * largest,
+                "{format:?}: {name} differs by {difference} of {largest}"
             );
             let len = found.len();
             let row = shape.last().unwrap();
@@ -66,7 +66,7 @@ fn a_written_gpt_oss_is_read_as_the_same_model() {
     }
 }
 
-/// Appends a text with its length.
+/// Appends a text, preceded by its length.
 fn put_text(to: &mut Vec<u8>, text: &str) {
     to.extend((text.len() as u64).to_le_bytes());
     to.extend(text.as_bytes());
@@ -172,7 +172,7 @@ fn a_gpt_oss_in_mxfp4_has_the_weights_and_the_logits_of_its_folder() {
     let mut experts = 0;
     for (name, shape) in read.config().parameters().unwrap() {
         if name.ends_with("_proj") {
-            let (found, want) = (whole(&read, &name, &shape), whole(&base, &name, &shape));
+            let (found, want) = (all_values(&read, &name, &shape), all_values(&base, &name, &shape));
             assert!(found == want, "{name}");
             let (third, row) = (found.len() / 3, shape[2]);
             for range in [third..third + 1, third..third + 3 * row, row - 1..row + 1] {
@@ -189,11 +189,11 @@ fn a_gpt_oss_in_mxfp4_has_the_weights_and_the_logits_of_its_folder() {
     // The other weights have been rounded to f16, which represents bf16 values exactly unless they are very small or very
     // large.
     let ids = Tensor::new(vec![vec![1u32, 5, 9, 200, 17, 3, 44, 2]], &Device::Cpu).unwrap();
-    let [own, found] = [&base, &read].map(|base| {
+    let [expected, found] = [&base, &read].map(|base| {
         let model = Decoder::new(base.config(), base.var_builder(DType::F32, &Device::Cpu)).unwrap();
         model.forward(&ids).unwrap()
     });
-    let far = crate::fixtures::far(&own, &found);
+    let far = crate::fixtures::far(&expected, &found);
     assert!(far <= 1e-5, "logits differ by {far}");
 }
 

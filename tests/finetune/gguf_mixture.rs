@@ -66,7 +66,7 @@ fn converted(kind: &str, config: &DecoderConfig) -> BTreeMap<String, Tensor> {
     let mut all = BTreeMap::new();
     for (name, tensor) in &tensors {
         let mut name = name.replace("model.layers.", "blk.").replace("block_sparse_moe.", "mlp.");
-        for (theirs, ours) in [
+        for (hugging_face, gguf) in [
             ("model.embed_tokens.", "token_embd."),
             ("model.norm.", "output_norm."),
             ("lm_head.", "output."),
@@ -84,7 +84,7 @@ fn converted(kind: &str, config: &DecoderConfig) -> BTreeMap<String, Tensor> {
             ("mlp.shared_expert.up_proj.", "ffn_up_shexp."),
             ("mlp.shared_expert.down_proj.", "ffn_down_shexp."),
         ] {
-            name = name.replace(theirs, ours);
+            name = name.replace(hugging_face, gguf);
         }
         if name.contains(".experts.") {
             continue;
@@ -97,8 +97,8 @@ fn converted(kind: &str, config: &DecoderConfig) -> BTreeMap<String, Tensor> {
         let tensor = match heads {
             Some(heads) => {
                 let (rows, columns) = tensor.dims2().unwrap();
-                let apart = tensor.reshape((heads, 2, rows / heads / 2, columns)).unwrap();
-                apart.transpose(1, 2).unwrap().contiguous().unwrap().reshape((rows, columns)).unwrap()
+                let split_heads = tensor.reshape((heads, 2, rows / heads / 2, columns)).unwrap();
+                split_heads.transpose(1, 2).unwrap().contiguous().unwrap().reshape((rows, columns)).unwrap()
             }
             None if name.contains("ffn_gate_inp_shexp") => tensor.squeeze(0).unwrap(),
             None => tensor.clone(),
@@ -107,13 +107,13 @@ fn converted(kind: &str, config: &DecoderConfig) -> BTreeMap<String, Tensor> {
     }
     let names = if kind == "mixtral" { ["w1", "w3", "w2"] } else { ["gate_proj", "up_proj", "down_proj"] };
     let module = if kind == "mixtral" { "block_sparse_moe" } else { "mlp" };
-    for (block, (theirs, ours)) in
+    for (block, (hugging_face, gguf)) in
         (0..2).flat_map(|block| names.into_iter().zip(["gate", "up", "down"]).map(move |n| (block, n)))
     {
         let expert =
-            |expert: usize| &tensors[&format!("model.layers.{block}.{module}.experts.{expert}.{theirs}.weight")];
+            |expert: usize| &tensors[&format!("model.layers.{block}.{module}.experts.{expert}.{hugging_face}.weight")];
         let experts: Vec<&Tensor> = (0..12).map(expert).collect();
-        all.insert(format!("blk.{block}.ffn_{ours}_exps.weight"), Tensor::stack(&experts, 0).unwrap());
+        all.insert(format!("blk.{block}.ffn_{gguf}_exps.weight"), Tensor::stack(&experts, 0).unwrap());
     }
     all
 }
@@ -155,7 +155,7 @@ fn write(file: &Path, metadata: &[(String, GgufValue)], tensors: &BTreeMap<Strin
     gguf_file::write(&mut std::fs::File::create(file).unwrap(), &metadata, &quantized).unwrap();
 }
 
-fn whole(base: &BaseModel, parameter: &str, shape: &[usize]) -> Vec<f32> {
+fn all_values(base: &BaseModel, parameter: &str, shape: &[usize]) -> Vec<f32> {
     base.values().values(parameter, shape, 0..shape.iter().product()).unwrap()
 }
 
@@ -164,7 +164,7 @@ fn difference(base: &BaseModel) -> f32 {
     let want = weights(base.config());
     let of = |(name, shape): (String, Vec<usize>)| {
         let want = want[&name].flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        let got = whole(base, &name, &shape);
+        let got = all_values(base, &name, &shape);
         assert_eq!(got.len(), want.len(), "{name}");
         got.iter().zip(want).fold(0f32, |most, (a, b)| most.max((a - b).abs()))
     };
@@ -182,11 +182,11 @@ fn a_file_of_a_mixture_has_the_description_and_the_weights_of_its_model() {
             let base = BaseModel::open(&file).unwrap();
             assert_eq!(base.config(), &config, "{kind}");
             assert_eq!(base.config_json()["model_type"], kind);
-            let most = difference(&base);
-            assert!(most <= accuracy, "{kind} in {dtype:?} differs by {most}");
+            let largest = difference(&base);
+            assert!(largest <= accuracy, "{kind} in {dtype:?} differs by {largest}");
             // Parts of an expert need not begin at the start of a block of the format.
             for (name, shape) in config.parameters().unwrap().iter().filter(|(name, _)| name.contains(".experts.11.")) {
-                let all = whole(&base, name, shape);
+                let all = all_values(&base, name, shape);
                 for range in [0..1, 31..97, all.len() - 5..all.len(), 7..7] {
                     let part = base.values().values(name, shape, range.clone()).unwrap();
                     assert!(part == all[range.clone()], "{kind} in {dtype:?}: {name} {range:?}");
@@ -207,12 +207,12 @@ fn a_written_mixture_has_the_keys_and_tensors_of_llama_cpp_and_is_read_as_the_sa
             merged.write_gguf(&file, format).unwrap();
             let read = BaseModel::open(&file).unwrap();
             assert_eq!(read.config(), base.config(), "{kind}");
-            let most = difference(&read);
-            assert!(most <= accuracy, "{kind} in {format:?} differs by {most}");
+            let largest = difference(&read);
+            assert!(largest <= accuracy, "{kind} in {format:?} differs by {largest}");
         }
         let content = Content::read(&mut std::fs::File::open(&file).unwrap()).unwrap();
-        let (known, expected) = (metadata(architecture, base.config()), converted(kind, base.config()));
-        for (key, value) in known {
+        let (keys, expected) = (metadata(architecture, base.config()), converted(kind, base.config()));
+        for (key, value) in keys {
             assert_eq!(format!("{:?}", content.metadata[&key]), format!("{value:?}"), "{kind}: {key}");
         }
         let names: BTreeSet<&String> = content.tensor_infos.keys().collect();

@@ -26,15 +26,15 @@ const TEXTS: [&str; 9] = [
 
 /// Returns a copy of the tiny Llama's folder with a changed tokenizer, and its GGUF file in a separate folder.
 fn folder_and_file(change: impl FnOnce(&mut Json)) -> (tempfile::TempDir, tempfile::TempDir, PathBuf) {
-    let (folder, alone) = (copy("llama"), tempfile::tempdir().unwrap());
+    let (folder, file_folder) = (copy("llama"), tempfile::tempdir().unwrap());
     let tokenizer = folder.path().join("tokenizer.json");
     let mut json: Json = serde_json::from_slice(&std::fs::read(&tokenizer).unwrap()).unwrap();
     change(&mut json);
     std::fs::write(&tokenizer, json.to_string()).unwrap();
-    let file = alone.path().join("model.gguf");
+    let file = file_folder.path().join("model.gguf");
     let base = BaseModel::open(folder.path()).unwrap();
     MergedModel::new(&base, None).unwrap().write_gguf(&file, GgufFormat::F16).unwrap();
-    (folder, alone, file)
+    (folder, file_folder, file)
 }
 
 fn bytes(use_regex: bool) -> Json {
@@ -58,7 +58,7 @@ fn the_tokens_of_a_gguf_file_are_those_of_the_folder_that_it_was_made_of() {
         let rest = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
         by(format!(r"{word}*{lower}+{ending}|{word}+{lower}*{ending}|\p{{N}}{digits}|{rest}"))
     };
-    let cuts = [
+    let pre_tokenizers = [
         (vec![bytes(true)], Json::Null, false),
         (vec![digits, bytes(true)], Json::Null, false),
         (vec![split("{1,3}"), bytes(false)], Json::Null, false),
@@ -68,28 +68,28 @@ fn the_tokens_of_a_gguf_file_are_those_of_the_folder_that_it_was_made_of() {
         // As in Qwen's tokenizer.
         (vec![split(""), bytes(false)], json!({"type": "NFC"}), false),
     ];
-    for (steps, normalizer, ignores_merges) in cuts {
-        let (folder, _alone, file) = folder_and_file(|json| {
+    for (steps, normalizer, ignores_merges) in pre_tokenizers {
+        let (folder, _file_folder, file) = folder_and_file(|json| {
             json["pre_tokenizer"] = json!({"type": "Sequence", "pretokenizers": steps});
             json["normalizer"] = normalizer.clone();
             json["model"]["ignore_merges"] = ignores_merges.into();
         });
-        let (own, found) = (Tokenizer::open(folder.path()).unwrap(), Tokenizer::open(&file).unwrap());
+        let (original, found) = (Tokenizer::open(folder.path()).unwrap(), Tokenizer::open(&file).unwrap());
         for text in TEXTS {
-            let ids = own.encode(text).unwrap().ids;
+            let ids = original.encode(text).unwrap().ids;
             assert_eq!(found.encode(text).unwrap().ids, ids, "{text:?} with {steps:?}");
-            assert_eq!(found.decode(&ids, false).unwrap(), own.decode(&ids, false).unwrap());
-            assert_eq!(found.decode(&ids, true).unwrap(), own.decode(&ids, true).unwrap());
+            assert_eq!(found.decode(&ids, false).unwrap(), original.decode(&ids, false).unwrap());
+            assert_eq!(found.decode(&ids, true).unwrap(), original.decode(&ids, true).unwrap());
         }
-        let named =
+        let special_ids =
             |tokenizer: &Tokenizer| ["bos_token", "eos_token", "pad_token"].map(|name| tokenizer.special_id(name));
-        assert_eq!(named(&found), named(&own));
-        assert_eq!(found.around(), own.around());
+        assert_eq!(special_ids(&found), special_ids(&original));
+        assert_eq!(found.prefix_and_suffix(), original.prefix_and_suffix());
         let chat = Conversation::new([("user", "hello"), ("assistant", "you too"), ("user", "and now?")]);
         let text = |place: &Path, tokenizer: &Tokenizer| {
             Template::open(place, tokenizer).unwrap().render(&chat, true).unwrap()
         };
-        assert_eq!(text(&file, &found), text(folder.path(), &own));
+        assert_eq!(text(&file, &found), text(folder.path(), &original));
         // A folder that contains only the file gives the same result.
         assert_eq!(Tokenizer::open(file.parent().unwrap()).unwrap().fingerprint(), found.fingerprint());
         let base = BaseModel::open(&file).unwrap();
@@ -99,37 +99,37 @@ fn the_tokens_of_a_gguf_file_are_those_of_the_folder_that_it_was_made_of() {
             std::fs::copy(folder.path().join(name), file.with_file_name(name)).unwrap();
         }
         assert_eq!(BaseModel::open(&file).unwrap().tokenizer_path(), file.parent().unwrap());
-        assert_eq!(Tokenizer::open(file.parent().unwrap()).unwrap().fingerprint(), own.fingerprint());
+        assert_eq!(Tokenizer::open(file.parent().unwrap()).unwrap().fingerprint(), original.fingerprint());
     }
 }
 
 #[test]
 fn a_gguf_file_alone_answers_trains_and_is_merged() {
-    let (folder, alone, file) = folder_and_file(|_| ());
+    let (folder, file_folder, file) = folder_and_file(|_| ());
     let run = |words: &[&str]| {
         let output = zerorun().args(words).output().unwrap();
         assert!(output.status.success(), "{words:?}: {}", stderr(&output));
         stdout(&output)
     };
     let text = |path: &Path| path.to_str().unwrap().to_owned();
-    let (file, at) = (text(&file), |name: &str| text(&alone.path().join(name)));
+    let (file, path_of) = (text(&file), |name: &str| text(&file_folder.path().join(name)));
     let few = ["--prompt", "hello there", "--max_tokens", "12"];
     let answer = |model: &str, more: &[&str]| run(&[&["generate", model], &few[..], more].concat());
     // The file has f16 weights and the folder has f32 weights, so the two need to agree only in the token ids of the
     // data. Answers need to agree only if the weights are equal.
-    let data = at("chats.jsonl");
+    let data = path_of("chats.jsonl");
     let chat = json!({"messages": [{"role": "user", "content": "1 and 2?"}, {"role": "assistant", "content": "3"}]});
     std::fs::write(&data, format!("{chat}\n").repeat(4)).unwrap();
-    let (own, cache) = (text(folder.path()), at("cache"));
-    let shown = |model: &str| run(&["data", "show", model, &data, "--cache", &cache]);
-    assert_eq!(shown(&file), shown(&own));
-    let adapter = at("adapter");
+    let (original, cache) = (text(folder.path()), path_of("cache"));
+    let show = |model: &str| run(&["data", "show", model, &data, "--cache", &cache]);
+    assert_eq!(show(&file), show(&original));
+    let adapter = path_of("adapter");
     run(&["finetune", &file, "--data", &data, "--out", &adapter, "--steps", "2", "--ctx", "48", "--cache", &cache]);
-    let with = answer(&file, &["--adapter", &adapter]);
+    let with_adapter = answer(&file, &["--adapter", &adapter]);
     // The merged model is a folder with a tokenizer. A GGUF file that is converted again keeps its tokenizer.
-    let (merged, again) = (at("merged"), at("again.gguf"));
+    let (merged, again) = (path_of("merged"), path_of("again.gguf"));
     run(&["merge", &file, &adapter, "--out", &merged, "--dtype", "f32"]);
-    assert_eq!(answer(&merged, &[]), with);
+    assert_eq!(answer(&merged, &[]), with_adapter);
     run(&["merge", &file, "--out", &again]);
     assert_eq!(answer(&again, &[]), answer(&file, &[]));
     let (first, second) = (Tokenizer::open(&file).unwrap(), Tokenizer::open(&again).unwrap());
@@ -150,7 +150,7 @@ fn texts(texts: &[&str]) -> Value {
     Value::Array(texts.iter().map(|text| Value::String((*text).into())).collect())
 }
 
-/// Returns pieces with their scores, after `<unk>`, `<s>`, `</s>`, a user-defined token and all bytes.
+/// Returns pieces with their scores and types, after `<unk>`, `<s>`, `</s>`, a user-defined token and all bytes.
 fn pieces() -> Vec<(String, f32, i32)> {
     let mut all =
         vec![("<unk>".into(), 0.0, 2), ("<s>".into(), 0.0, 3), ("</s>".into(), 0.0, 3), ("<user>".into(), 0.0, 4)];
@@ -216,7 +216,7 @@ proptest! {
 }
 
 /// Creates a folder whose tokenizer.json contains the pieces, and the merges that transformers derives from them.
-fn sentence_piece_folder(normalizer: &Json, before: &Json) -> tempfile::TempDir {
+fn sentence_piece_folder(normalizer: &Json, pre_tokenizer: &Json) -> tempfile::TempDir {
     let folder = copy("llama");
     let pieces = pieces();
     let ids: HashMap<&str, usize> = pieces.iter().enumerate().map(|(id, (text, ..))| (text.as_str(), id)).collect();
@@ -247,7 +247,7 @@ fn sentence_piece_folder(normalizer: &Json, before: &Json) -> tempfile::TempDir 
     }
     let tokenizer = json!({
         "version": "1.0", "truncation": null, "padding": null, "added_tokens": added.collect::<Vec<_>>(),
-        "normalizer": normalizer, "pre_tokenizer": before, "post_processor": null,
+        "normalizer": normalizer, "pre_tokenizer": pre_tokenizer, "post_processor": null,
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": {
             "type": "BPE", "dropout": null, "unk_token": "<unk>", "continuing_subword_prefix": null,
@@ -268,13 +268,13 @@ fn a_written_tokenizer_of_sentence_piece_gives_the_ids_of_its_folder() {
     let prepend = json!({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, replace]});
     let metaspace = json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": false});
     let split = json!({"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": false});
-    for (normalizer, before) in [(&prepend, &Json::Null), (&replace, &split), (&Json::Null, &metaspace)] {
-        let (folder, alone) = (sentence_piece_folder(normalizer, before), tempfile::tempdir().unwrap());
-        let file = alone.path().join("model.gguf");
+    for (normalizer, pre_tokenizer) in [(&prepend, &Json::Null), (&replace, &split), (&Json::Null, &metaspace)] {
+        let (folder, file_folder) = (sentence_piece_folder(normalizer, pre_tokenizer), tempfile::tempdir().unwrap());
+        let file = file_folder.path().join("model.gguf");
         let base = BaseModel::open(folder.path()).unwrap();
         MergedModel::new(&base, None).unwrap().write_gguf(&file, GgufFormat::F16).unwrap();
-        let (own, found) = (Tokenizer::open(folder.path()).unwrap(), Tokenizer::open(&file).unwrap());
-        assert_eq!(found.around(), (&[1][..], &[][..]));
+        let (original, found) = (Tokenizer::open(folder.path()).unwrap(), Tokenizer::open(&file).unwrap());
+        assert_eq!(found.prefix_and_suffix(), (&[1][..], &[][..]));
         assert_eq!(
             ["bos_token", "eos_token", "unk_token"].map(|name| found.special_id(name)),
             [Some(1), Some(2), Some(0)]
@@ -285,9 +285,9 @@ fn a_written_tokenizer_of_sentence_piece_gives_the_ids_of_its_folder() {
         let checked = runner.run(&texts, |(first, second)| {
             // llama.cpp always adds a space, even before another space and after special tokens.
             let text = if is_metaspace { first.trim_start().to_owned() } else { first + &second };
-            let ids = own.encode(&text).unwrap().ids;
+            let ids = original.encode(&text).unwrap().ids;
             prop_assert_eq!(&found.encode(&text).unwrap().ids, &ids, "{:?}", text);
-            prop_assert_eq!(found.decode(&ids, false).unwrap(), own.decode(&ids, false).unwrap());
+            prop_assert_eq!(found.decode(&ids, false).unwrap(), original.decode(&ids, false).unwrap());
             Ok(())
         });
         checked.unwrap();
@@ -310,17 +310,17 @@ fn tokenizers_that_llama_cpp_does_not_have_are_refused() {
         error.to_string().replace(folder.path().to_str().unwrap(), "DIR")
     };
     // Moves the first of two successive merges that result in the same token to the end of the list.
-    let apart = |json: &mut Json| {
+    let separate_merges = |json: &mut Json| {
         let merges = json["model"]["merges"].as_array_mut().unwrap();
-        let made = |merge: &Json| format!("{}{}", merge[0].as_str().unwrap(), merge[1].as_str().unwrap());
-        let at = (0..merges.len() - 2).find(|at| made(&merges[*at]) == made(&merges[at + 1])).unwrap();
+        let result = |merge: &Json| format!("{}{}", merge[0].as_str().unwrap(), merge[1].as_str().unwrap());
+        let at = (0..merges.len() - 2).find(|at| result(&merges[*at]) == result(&merges[at + 1])).unwrap();
         let merge = merges.remove(at);
         merges.push(merge);
     };
     let all = [
         error(&|json| json["normalizer"] = json!({"type": "NFKC"})),
         error(&|json| _ = json["model"]["merges"].as_array_mut().unwrap().pop()),
-        error(&apart),
+        error(&separate_merges),
         error(&|json| _ = json["model"]["vocab"].as_object_mut().unwrap().remove("<0x41>")),
         error(&|json| json["model"]["byte_fallback"] = false.into()),
         error(&|json| json["model"]["type"] = "Unigram".into()),
@@ -341,7 +341,7 @@ fn special_tokens_of_sentence_piece_are_found_and_named() {
         [Some(1), Some(2), Some(0)]
     );
     // llama.cpp puts this token at the beginning of a text.
-    assert_eq!(tokenizer.around(), (&[1][..], &[][..]));
+    assert_eq!(tokenizer.prefix_and_suffix(), (&[1][..], &[][..]));
 }
 
 #[test]
@@ -378,7 +378,7 @@ fn a_tokenizer_that_cannot_be_read_is_named_with_what_to_do() {
 #[test]
 fn a_gpt2_of_two_files_has_the_tokens_of_one() {
     let folder = copy("llama");
-    let own = Tokenizer::open(folder.path()).unwrap();
+    let original = Tokenizer::open(folder.path()).unwrap();
     let json: Json = serde_json::from_slice(&std::fs::read(folder.path().join("tokenizer.json")).unwrap()).unwrap();
     let write = |name: &str, text: String| std::fs::write(folder.path().join(name), text).unwrap();
     let merge = |merge: &Json| match merge {
@@ -395,7 +395,7 @@ fn a_gpt2_of_two_files_has_the_tokens_of_one() {
     }
     let found = Tokenizer::open(folder.path()).unwrap();
     for text in TEXTS.iter().filter(|text| !text.contains("<|")) {
-        assert_eq!(found.encode(text).unwrap().ids, own.encode(text).unwrap().ids, "{text:?}");
+        assert_eq!(found.encode(text).unwrap().ids, original.encode(text).unwrap().ids, "{text:?}");
     }
-    assert_eq!(found.special_id("eos_token"), own.id("<|endoftext|>"));
+    assert_eq!(found.special_id("eos_token"), original.id("<|endoftext|>"));
 }

@@ -88,14 +88,14 @@ fn a_run_on_a_model_by_its_name_fetches_it_once_and_ends_as_one_on_its_folder() 
         assert!(output.status.success(), "{}", stderr(&output));
         (out, stderr(&output))
     };
-    let (by_name, said) = train(NAME, "by-name");
+    let (by_name, messages) = train(NAME, "by-name");
     let (by_path, _) = train(path("models/llama").to_str().unwrap(), "by-path");
     let bytes = |out: &Path| std::fs::read(out.join("adapter_model.safetensors")).unwrap();
     assert_eq!(bytes(&by_name), bytes(&by_path));
     assert_eq!(Adapter::read(&by_name).unwrap().base.unwrap(), NAME);
-    let files: Vec<&str> = said.lines().filter(|line| line.starts_with("zerorun: ")).collect();
-    assert!(files.len() == 7 && files.contains(&"zerorun: model.safetensors, 397.2 KiB"), "{said}");
-    assert!(said.contains("org/tiny at commit 0123456789ab: fetching 23.2 KiB (5 files)"), "{said}");
+    let files: Vec<&str> = messages.lines().filter(|line| line.starts_with("zerorun: ")).collect();
+    assert!(files.len() == 7 && files.contains(&"zerorun: model.safetensors, 397.2 KiB"), "{messages}");
+    assert!(messages.contains("org/tiny at commit 0123456789ab: fetching 23.2 KiB (5 files)"), "{messages}");
 
     // Only the necessary files were fetched, once each. The ranks requested nothing.
     let requests = server.requests();
@@ -107,8 +107,8 @@ fn a_run_on_a_model_by_its_name_fetches_it_once_and_ends_as_one_on_its_folder() 
         assert_eq!(gets(&format!("/{needed}")), 2, "{needed}: {requests:?}");
     }
     assert_eq!(of_weights(&server), [""]);
-    for needless in ["README.md", "pytorch_model.bin", "model.onnx", "config.v4.json"] {
-        assert!(!requests.iter().any(|request| request.contains(needless)), "{requests:?}");
+    for unneeded in ["README.md", "pytorch_model.bin", "model.onnx", "config.v4.json"] {
+        assert!(!requests.iter().any(|request| request.contains(unneeded)), "{requests:?}");
     }
 
     // The cache has huggingface_hub's structure.
@@ -123,10 +123,10 @@ fn a_run_on_a_model_by_its_name_fetches_it_once_and_ends_as_one_on_its_folder() 
 
     // Cached files are not fetched again.
     server.set(Faults::default());
-    let (again, said) = train(NAME, "again");
+    let (again, messages) = train(NAME, "again");
     assert_eq!(bytes(&again), bytes(&by_path));
     assert_eq!(server.requests(), ["GET /api/models/org/tiny/revision/main"]);
-    assert!(!said.contains("fetching"), "{said}");
+    assert!(!messages.contains("fetching"), "{messages}");
 }
 
 #[test]
@@ -151,16 +151,16 @@ fn every_command_that_takes_a_model_takes_its_name_and_offline_what_the_cache_ha
     let data = home.path().join("texts.txt");
     std::fs::write(&data, "a line\n").unwrap();
     let show = ["data", "show", NAME, data.to_str().unwrap()];
-    let shown = run(&server, home.path(), &show);
-    assert!(shown.status.success() && stdout(&shown).contains("a line"), "{}", stderr(&shown));
+    let output = run(&server, home.path(), &show);
+    assert!(output.status.success() && stdout(&output).contains("a line"), "{}", stderr(&output));
     assert_eq!(of_weights(&server), [""; 0], "data show needs no weights");
     let generate = ["generate", NAME, "--prompt", "so?", "--max_tokens", "2"];
     // The commit itself, given as the revision, names the same folder.
     let by_commit = format!("{NAME}@{COMMIT}");
     let offline = |words: &[&str]| command(&server, home.path(), words).env("HF_HUB_OFFLINE", "1").output().unwrap();
     let refused = offline(&generate);
-    let said = stderr(&refused).replace(home.path().to_str().unwrap(), "HOME");
-    insta::assert_snapshot!(said.trim(), @"zerorun: HF_HUB_OFFLINE is set, and model.safetensors of org/tiny is not in HOME/hub; unset HF_HUB_OFFLINE for one run to fetch the model, or give a folder");
+    let message = stderr(&refused).replace(home.path().to_str().unwrap(), "HOME");
+    insta::assert_snapshot!(message.trim(), @"zerorun: HF_HUB_OFFLINE is set, and model.safetensors of org/tiny is not in HOME/hub; unset HF_HUB_OFFLINE for one run to fetch the model, or give a folder");
     let answered = run(&server, home.path(), &generate);
     assert!(answered.status.success(), "{}", stderr(&answered));
     server.set(Faults::default());

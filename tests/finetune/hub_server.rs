@@ -149,10 +149,10 @@ impl Hub {
         let by_commit = format!("/api/resolve-cache/models/{NAME}/{COMMIT}/");
         let in_folder = [&by_name, &by_commit].iter().find_map(|folder| path.strip_prefix(folder.as_str()));
         let name = in_folder.unwrap_or(path.rsplit('/').next().unwrap());
-        let about = if path.starts_with("/api/models/") { "" } else { name };
+        let requested = if path.starts_with("/api/models/") { "" } else { name };
         let has_right = headers.get("authorization").is_some_and(|given| *given == format!("Bearer {TOKEN}"));
         let refused = match faults.refused {
-            Some((file, status, code, message)) if file == about => Some((status, code, message)),
+            Some((file, status, code, message)) if file == requested => Some((status, code, message)),
             _ if faults.is_private && !has_right && !path.starts_with("/storage/") => {
                 Some((401, "RepoNotFound", "Invalid username or password."))
             }
@@ -187,8 +187,8 @@ impl Hub {
             let headers = match is_stored_elsewhere(name) {
                 true => {
                     let (etag, size) = (faults.etag.unwrap_or(&digest), faults.size.unwrap_or(bytes.len() as u64));
-                    let to = format!("Location: http://{}/storage/{name}\r\n", self.storage);
-                    format!("X-Repo-Commit: {COMMIT}\r\nX-Linked-Etag: \"{etag}\"\r\nX-Linked-Size: {size}\r\n{to}")
+                    let target = format!("Location: http://{}/storage/{name}\r\n", self.storage);
+                    format!("X-Repo-Commit: {COMMIT}\r\nX-Linked-Etag: \"{etag}\"\r\nX-Linked-Size: {size}\r\n{target}")
                 }
                 false => format!("X-Repo-Commit: {COMMIT}\r\nLocation: {by_commit}{name}\r\n"),
             };
@@ -198,11 +198,11 @@ impl Hub {
         let from = from.map(|range| range.strip_prefix("bytes=").unwrap().trim_end_matches('-').parse().unwrap());
         let rest = &bytes[from.unwrap_or(0)..];
         let etag = faults.etag.unwrap_or(&digest[..40]);
-        let mut described = format!("ETag: W/\"{etag}\"\r\nX-Repo-Commit: {COMMIT}\r\n");
+        let mut response_headers = format!("ETag: W/\"{etag}\"\r\nX-Repo-Commit: {COMMIT}\r\n");
         if let Some(from) = from {
-            described += &format!("Content-Range: bytes {from}-{}/{}\r\n", bytes.len() - 1, bytes.len());
+            response_headers += &format!("Content-Range: bytes {from}-{}/{}\r\n", bytes.len() - 1, bytes.len());
         }
-        head(stream, if from.is_some() { 206 } else { 200 }, &described, rest.len())?;
+        head(stream, if from.is_some() { 206 } else { 200 }, &response_headers, rest.len())?;
         if method == "HEAD" {
             return Ok(true);
         }

@@ -40,12 +40,12 @@ impl Desk {
 
     /// Runs the training with changed or additional arguments.
     fn train(&self, out: &str, words: &[&str]) -> Output {
-        let usual = "--data a.jsonl --steps 4 --lora r=2,alpha=4 --ctx 32 --lr 1e-2 --cache cache";
-        let given = |flag: &str| words.contains(&flag) || flag == "--lora" && words.contains(&"--adapter");
+        let defaults = "--data a.jsonl --steps 4 --lora r=2,alpha=4 --ctx 32 --lr 1e-2 --cache cache";
+        let is_overridden = |flag: &str| words.contains(&flag) || flag == "--lora" && words.contains(&"--adapter");
         let mut command = zerorun();
         command.current_dir(self.folder.path()).arg("finetune").arg(&self.model).args(["--out", out]);
-        let usual: Vec<&str> = usual.split(' ').collect();
-        usual.chunks(2).filter(|pair| !given(pair[0])).for_each(|pair| _ = command.args(pair));
+        let defaults: Vec<&str> = defaults.split(' ').collect();
+        defaults.chunks(2).filter(|pair| !is_overridden(pair[0])).for_each(|pair| _ = command.args(pair));
         command.args(words).output().unwrap()
     }
 
@@ -112,11 +112,11 @@ fn a_run_with_other_settings_is_not_continued_and_all_of_them_are_named() {
 
     // With --resume_anyway, the run reports the differences and continues.
     let words = ["--save", "saves", "--resume", "--steps", "8", "--lr", "1e-3", "--resume_anyway"];
-    let said = desk.trained("anyway", &words);
-    assert!(said.contains("this run continues from it as requested: lr: 0.01 -> 0.001; steps: 4 -> 8"), "{said}");
+    let output = desk.trained("anyway", &words);
+    assert!(output.contains("this run continues from it as requested: lr: 0.01 -> 0.001; steps: 4 -> 8"), "{output}");
     // The checkpoint now belongs to that run.
-    let said = desk.trained("again", &words[..7]);
-    assert!(!said.contains("different settings"), "{said}");
+    let output = desk.trained("again", &words[..7]);
+    assert!(!output.contains("different settings"), "{output}");
 }
 
 /// Returns the names of the settings that the newest checkpoint in a folder records.
@@ -134,8 +134,8 @@ fn a_base_that_was_changed_is_found_whatever_weight_it_is() {
     let file = desk.model.join("model.safetensors");
     let mut bytes = std::fs::read(&file).unwrap();
     // Flips one bit of a weight in the middle of the file.
-    let place = bytes.len() / 2 / 4 * 4 + 1;
-    bytes[place] ^= 1;
+    let offset = bytes.len() / 2 / 4 * 4 + 1;
+    bytes[offset] ^= 1;
     std::fs::write(&file, bytes).unwrap();
     assert_eq!(named(&desk.refused(&[])), ["base's weights"]);
 }
@@ -166,14 +166,14 @@ fn what_changes_nothing_of_a_result_may_differ_and_the_same_run_goes_on() {
     std::fs::write(desk.path("ds.json"), config).unwrap();
     let words =
         ["--save", "saves", "--resume", "-n", "2", "--save_every", "1", "--keep", "1", "--ds_config", "ds.json"];
-    let said = desk.trained("second", &[&words[..], &["--data", "many.jsonl"]].concat());
-    assert!(said.contains("continues after step 2") && !said.contains("different settings"), "{said}");
+    let output = desk.trained("second", &[&words[..], &["--data", "many.jsonl"]].concat());
+    assert!(output.contains("continues after step 2") && !output.contains("different settings"), "{output}");
     // Two ranks sum gradients in a different order.
     let adapter = |out: &str| candle_core::safetensors::load_buffer(&desk.adapter(out), &Device::Cpu).unwrap();
-    let (whole, second) = (adapter("whole"), adapter("second"));
-    assert_eq!(whole.len(), second.len());
-    for (name, values) in &whole {
-        let difference = far(values, &second[name]);
+    let (uninterrupted, resumed) = (adapter("whole"), adapter("second"));
+    assert_eq!(uninterrupted.len(), resumed.len());
+    for (name, values) in &uninterrupted {
+        let difference = far(values, &resumed[name]);
         assert!(difference < 1e-4, "{name} differs by {difference}");
     }
 }
@@ -287,15 +287,15 @@ fn samples_are_made_again_where_the_special_tokens_or_their_file_have_changed() 
     let (before, _) = show();
     let [file] = &files()[..] else { panic!("one file") };
     // The file is damaged: one bit of an id, or of the targets, is flipped.
-    let whole = std::fs::read(file).unwrap();
-    for place in [64, 66, 150] {
-        let mut bytes = whole.clone();
-        bytes[place] ^= 1;
+    let original = std::fs::read(file).unwrap();
+    for offset in [64, 66, 150] {
+        let mut bytes = original.clone();
+        bytes[offset] ^= 1;
         std::fs::write(file, &bytes).unwrap();
-        let (shown, said) = show();
-        assert!(said.contains("it is damaged, so it will be rebuilt"), "{place}: {said}");
-        assert_eq!(shown.replace("from the cache", ""), before.replace("from the cache", ""));
-        assert_eq!(std::fs::read(file).unwrap(), whole);
+        let (samples, messages) = show();
+        assert!(messages.contains("it is damaged, so it will be rebuilt"), "{offset}: {messages}");
+        assert_eq!(samples.replace("from the cache", ""), before.replace("from the cache", ""));
+        assert_eq!(std::fs::read(file).unwrap(), original);
     }
     // The special tokens change.
     let config = desk.model.join("tokenizer_config.json");
@@ -372,7 +372,7 @@ fn of_a_model_for_images_too_nothing_is_written_that_is_no_such_model() {
         let patch = tensors.values().next().unwrap().clone();
         tensors.insert("vision_tower.vision_model.embeddings.patch_embedding.weight".into(), patch);
         candle_core::safetensors::save(&tensors, desk.model.join("model.safetensors")).unwrap();
-        // The written files contain the part for images too, under the same names.
+        // The written files also contain the part for images, under the same names.
         let out = desk.path(prefix.trim_end_matches('.'));
         let output = zerorun().arg("merge").arg(&desk.model).arg("--out").arg(&out).output().unwrap();
         assert!(output.status.success(), "{}", stderr(&output));

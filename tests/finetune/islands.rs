@@ -28,7 +28,7 @@ fn options(folder: &Path, data: &str, out: &str) -> Options {
         batch: Some(8),
         ctx: Some(48),
         warmup: WarmupLength::Steps(1),
-        validation: Some(ValidationData::Part(0.2)),
+        validation: Some(ValidationData::Fraction(0.2)),
         eval_every: Some(4),
         cache: Some(folder.join("cache")),
         local_steps: LocalStepsOptions { steps: Some(3), islands: Some(2), server: None },
@@ -106,11 +106,11 @@ fn islands_at_a_server_and_islands_of_one_job_write_the_same_adapter() {
 fn islands_resume_from_their_own_checkpoints_with_the_same_bits() {
     let folder = tempfile::tempdir().unwrap();
     let data = chats(folder.path(), 40);
-    let whole = options(folder.path(), &data, "whole");
-    train(&whole, 4);
+    let complete = options(folder.path(), &data, "whole");
+    train(&complete, 4);
     let saving = |resume| CheckpointOptions { dir: folder.path().join("saves"), every: Some(2), keep: Some(2), resume };
     let out = folder.path().join("parts");
-    let part = |resume| Options { saving: Some(saving(resume)), out: out.clone(), ..whole.clone() };
+    let part = |resume| Options { saving: Some(saving(resume)), out: out.clone(), ..complete.clone() };
     let begun = threads::run(4, |comm| -> Result<()> {
         let mut run = FineTune::start(PreparedRun::new(part(false), &mut |_| ())?, comm)?;
         while run.step()?.is_some_and(|step| step.step < 4) {}
@@ -121,9 +121,9 @@ fn islands_resume_from_their_own_checkpoints_with_the_same_bits() {
         assert!(folder.path().join(island).join("latest").exists(), "{island}");
     }
     train(&part(true), 4);
-    assert!(adapters(&part(true)) == adapters(&whole));
+    assert!(adapters(&part(true)) == adapters(&complete));
     let other =
-        Options { local_steps: LocalStepsOptions { steps: Some(2), ..whole.local_steps.clone() }, ..part(true) };
+        Options { local_steps: LocalStepsOptions { steps: Some(2), ..complete.local_steps.clone() }, ..part(true) };
     let text = error(&other, 4);
     assert!(text.contains("local_steps.steps: 3 -> 2"), "{text}");
 }
@@ -142,19 +142,19 @@ fn settings_of_local_steps_that_contradict_others_are_refused() {
     let config = |name: &str, section: Value| {
         Some(PathBuf::from(write(folder.path(), name, &json!({ "local_steps": section }).to_string())))
     };
-    let own = || options(folder.path(), &data, "out");
+    let base_options = || options(folder.path(), &data, "out");
     let islands = |islands, steps| LocalStepsOptions { islands, steps, server: None };
-    let from = |ds_config, local_steps| Options { ds_config, local_steps, ..own() };
+    let from = |ds_config, local_steps| Options { ds_config, local_steps, ..base_options() };
     let other_steps = from(config("steps.json", json!({"steps": 10})), islands(Some(2), Some(3)));
     insta::assert_snapshot!(error(&other_steps, 4), @"--local_steps is 3, but the DeepSpeed configuration has local_steps.steps: 10; give only one of them, or \"auto\" there");
     let other_islands = from(config("islands.json", json!({"islands": 4})), islands(Some(2), None));
     insta::assert_snapshot!(error(&other_islands, 4), @"--islands is 2, but the DeepSpeed configuration has local_steps.islands: 4; give only one of them, or \"auto\" there");
-    let in_pipeline = Options { pipeline: Some("2".parse().unwrap()), ..own() };
+    let in_pipeline = Options { pipeline: Some("2".parse().unwrap()), ..base_options() };
     insta::assert_snapshot!(error(&in_pipeline, 4), @"--pipeline cannot be combined with local_steps; remove one of the two");
-    let text = error(&Options { local_steps: islands(Some(3), None), batch: Some(12), ..own() }, 4);
+    let text = error(&Options { local_steps: islands(Some(3), None), batch: Some(12), ..base_options() }, 4);
     assert!(text.contains("cannot be divided") || text.contains("islands"), "{text}");
     let server = LocalStepsOptions { server: Some("127.0.0.1:1".into()), ..LocalStepsOptions::default() };
-    let text = error(&Options { local_steps: server, ..own() }, 2);
+    let text = error(&Options { local_steps: server, ..base_options() }, 2);
     assert!(text.contains("local_steps.islands") && text.contains("number of slots"), "{text}");
 }
 
@@ -165,8 +165,8 @@ fn islands_with_different_data_are_refused() {
     let text = std::fs::read_to_string(&data).unwrap().replace("4 and", "5 and");
     let changed = write(folder.path(), "changed.jsonl", &text);
     let server = IslandServer::start(&IslandServerOptions::default()).unwrap();
-    let of = |data: &str, out: &str| at_server(&options(folder.path(), data, "x"), &server, out);
-    let [one, other] = [of(&data, "one"), of(&changed, "other")];
+    let options_of = |data: &str, out: &str| at_server(&options(folder.path(), data, "x"), &server, out);
+    let [one, other] = [options_of(&data, "one"), options_of(&changed, "other")];
     let texts = std::thread::scope(|scope| {
         let start = |options: &Options| {
             let ranks = threads::run(2, |comm| -> Result<()> {
@@ -214,28 +214,28 @@ fn a_killed_island_joins_the_others_again_and_both_write_the_same_adapter() {
         let mut command = finetune(&path("models/llama"), folder.path(), &words);
         (command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap(), metrics)
     };
-    let (stays, _) = island("stays", "0");
+    let (survivor, _) = island("stays", "0");
     let (killed, metrics) = island("killed", "1");
     wait_up_to(LIMIT, "six steps", || (steps(&metrics).len() >= 6).then_some(()));
     let ranks = |launcher: &std::process::Child| -> Vec<Pid> {
         descendants(launcher.id() as i32).into_iter().filter_map(Pid::from_raw).collect()
     };
     // The other island must not reach the end before this one is back.
-    let paused = ranks(&stays);
+    let paused = ranks(&survivor);
     paused.iter().for_each(|rank| kill_process(*rank, Signal::STOP).unwrap());
     for rank in ranks(&killed) {
         kill_process(rank, Signal::KILL).unwrap();
     }
     wait_up_to(LIMIT, "the killed island", || server.status().waiting.contains(&1).then_some(()));
     paused.iter().for_each(|rank| kill_process(*rank, Signal::CONT).unwrap());
-    let [stays, killed] = [stays, killed].map(|island| island.wait_with_output().unwrap());
-    let all = |output: &Output| format!("{}{}", stdout(output), stderr(output));
-    for output in [&stays, &killed] {
-        assert!(output.status.success(), "{}", all(output));
+    let [survivor, killed] = [survivor, killed].map(|island| island.wait_with_output().unwrap());
+    let text = |output: &Output| format!("{}{}", stdout(output), stderr(output));
+    for output in [&survivor, &killed] {
+        assert!(output.status.success(), "{}", text(output));
     }
-    assert!(!all(&stays).contains("with the state of the other islands"), "{}", all(&stays));
-    assert!(all(&killed).contains("with the state of the other islands"), "{}", all(&killed));
-    assert!(all(&killed).contains("in 2 islands (this is island 1), which exchange the changes"), "{}", all(&killed));
+    assert!(!text(&survivor).contains("with the state of the other islands"), "{}", text(&survivor));
+    assert!(text(&killed).contains("with the state of the other islands"), "{}", text(&killed));
+    assert!(text(&killed).contains("in 2 islands (this is island 1), which exchange the changes"), "{}", text(&killed));
     assert_eq!(steps(&metrics).last(), Some(&(STEPS - 1)));
     let [a, b] =
         ["stays", "killed"].map(|name| std::fs::read(at(format!("{name}-out/adapter_model.safetensors"))).unwrap());

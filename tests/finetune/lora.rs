@@ -41,7 +41,7 @@ fn folder(model: &str, case: &str) -> String {
 struct Run {
     losses: Vec<f64>,
     norms: Vec<f64>,
-    after: f64,
+    final_loss: f64,
     adapter: Adapter,
 }
 
@@ -73,23 +73,23 @@ fn train(model: &str, case: &str, world: usize, stage: u8) -> Run {
         }
         let (inputs, targets) = part(&batches[0], world, rank);
         let loss = engine.eval(|model| model.loss(&inputs, &targets))?;
-        let after = mean(&mut engine, &loss)?;
-        Ok(Run { losses, norms, after, adapter: Adapter::of_engine(&mut engine, lora, Some(model.into()))? })
+        let final_loss = mean(&mut engine, &loss)?;
+        Ok(Run { losses, norms, final_loss, adapter: Adapter::of_engine(&mut engine, lora, Some(model.into()))? })
     });
     runs.unwrap().remove(0).unwrap()
 }
 
-fn compare(run: &Run, record: &Value, what: &str) {
+fn compare(run: &Run, record: &Value, context: &str) {
     let (losses, norms) = (numbers(&record["loss"]), numbers(&record["grad_norm"]));
     assert_eq!((losses.len(), run.losses.len()), (12, 12));
-    let mut worst = (run.after - record["loss_after_on_batch0"].as_f64().unwrap()).abs();
+    let mut worst = (run.final_loss - record["loss_after_on_batch0"].as_f64().unwrap()).abs();
     let mut worst_norm = 0f64;
     for step in 0..12 {
         worst = worst.max((run.losses[step] - losses[step]).abs());
         worst_norm = worst_norm.max((run.norms[step] / norms[step] - 1.0).abs());
     }
-    println!("{what}: loss {worst:.1e}, norm {worst_norm:.1e}");
-    assert!(worst <= LOSS && worst_norm <= NORM, "{what}: loss {worst:.1e}, norm {worst_norm:.1e}");
+    println!("{context}: loss {worst:.1e}, norm {worst_norm:.1e}");
+    assert!(worst <= LOSS && worst_norm <= NORM, "{context}: loss {worst:.1e}, norm {worst_norm:.1e}");
 }
 
 /// Returns the largest difference between an adapter's tensors and those in a PEFT file. The adapter must have all
@@ -117,13 +117,13 @@ fn follow(model: &str, case: &str) {
     for world in [1, 2] {
         let mut first: Option<Adapter> = None;
         for stage in [0, 3] {
-            let what = format!("{model}.{case}, stage {stage}, world size {world}");
+            let context = format!("{model}.{case}, stage {stage}, world size {world}");
             let run = train(model, case, world, stage);
-            compare(&run, &record, &what);
-            let off = adapter_differs_by(&run.adapter, &final_file);
-            assert!(off <= WEIGHTS, "{what}: the adapter differs by {off}");
+            compare(&run, &record, &context);
+            let difference = adapter_differs_by(&run.adapter, &final_file);
+            assert!(difference <= WEIGHTS, "{context}: the adapter differs by {difference}");
             let first = first.get_or_insert_with(|| run.adapter.clone());
-            assert!(*first == run.adapter, "{what}: bits differ from those of stage 0");
+            assert!(*first == run.adapter, "{context}: bits differ from those of stage 0");
         }
     }
     // PEFT's final adapter is read, written, read again, applied to the base, and merged into it.
@@ -143,20 +143,20 @@ fn follow(model: &str, case: &str) {
     let want = &tensors(format!("{folder}/logits.safetensors"))["final_adapter"];
     let sizes = adapted(&base, &adapter);
     let values = AdapterInitialValues::new(&base, &sizes, Some(adapter.clone())).unwrap();
-    let off = far(&logits(&sizes, values.var_builder(DType::F32, &Device::Cpu), model), want);
-    assert!(off <= LOGITS, "{model}.{case}: logits differ by {off}");
+    let difference = far(&logits(&sizes, values.var_builder(DType::F32, &Device::Cpu), model), want);
+    assert!(difference <= LOGITS, "{model}.{case}: logits differ by {difference}");
 
     let merged = MergedModel::new(&base, Some(&adapter)).unwrap();
-    let to = out.path().join("merged");
-    merged.write_hugging_face(&to, Some(candle_zero::checkpoint::ConsolidatedDtype::F32)).unwrap();
-    let written = BaseModel::open(&to).unwrap();
-    let off = far(&logits(written.config(), written.var_builder(DType::F32, &Device::Cpu), model), want);
-    assert!(off <= LOGITS, "{model}.{case}: merged logits differ by {off}");
+    let target = out.path().join("merged");
+    merged.write_hugging_face(&target, Some(candle_zero::checkpoint::ConsolidatedDtype::F32)).unwrap();
+    let written = BaseModel::open(&target).unwrap();
+    let difference = far(&logits(written.config(), written.var_builder(DType::F32, &Device::Cpu), model), want);
+    assert!(difference <= LOGITS, "{model}.{case}: merged logits differ by {difference}");
     let changed = tensors(format!("{folder}/merged.safetensors"));
-    let file = candle_core::safetensors::load(to.join("model.safetensors"), &Device::Cpu).unwrap();
+    let file = candle_core::safetensors::load(target.join("model.safetensors"), &Device::Cpu).unwrap();
     for (name, want) in &changed {
-        let off = far(&file[name], want);
-        assert!(off <= WEIGHTS, "{model}.{case}: merged {name} differs by {off}");
+        let difference = far(&file[name], want);
+        assert!(difference <= WEIGHTS, "{model}.{case}: merged {name} differs by {difference}");
     }
     for (name, shape) in base.config().parameters().unwrap() {
         if !changed.contains_key(&name) {
@@ -167,7 +167,7 @@ fn follow(model: &str, case: &str) {
     }
     for name in ["tokenizer.json", "tokenizer_config.json"] {
         if base.folder().join(name).is_file() {
-            assert_eq!(std::fs::read(to.join(name)).unwrap(), std::fs::read(base.folder().join(name)).unwrap());
+            assert_eq!(std::fs::read(target.join(name)).unwrap(), std::fs::read(base.folder().join(name)).unwrap());
         }
     }
 }
@@ -218,8 +218,8 @@ fn a_fresh_adapter_changes_nothing_whatever_its_kind() {
                 let mut engine = builder.initialize(|vb| Decoder::new(&sizes, vb), config.clone())?;
                 engine.eval(|model| model.forward(&ids)?.get(1))
             });
-            let off = far(&runs.unwrap().remove(0).unwrap(), &want);
-            assert!(off <= 1e-5, "{model}, {lora}: logits differ by {off}");
+            let difference = far(&runs.unwrap().remove(0).unwrap(), &want);
+            assert!(difference <= 1e-5, "{model}, {lora}: logits differ by {difference}");
         }
     }
 }
@@ -247,7 +247,7 @@ fn a_written_gguf_holds_the_merged_model() {
             Some(_) => tensors(format!("{case}/logits.safetensors"))["final_adapter"].clone(),
             None => logits(base.config(), base.var_builder(DType::F32, &Device::Cpu), model),
         };
-        for (format, most) in [(GgufFormat::F16, 0.02), (GgufFormat::Q8_0, 0.35)] {
+        for (format, tolerance) in [(GgufFormat::F16, 0.02), (GgufFormat::Q8_0, 0.35)] {
             let file = out.path().join("model.gguf");
             merged.write_gguf(&file, format).unwrap();
             let read = BaseModel::open(&file).unwrap();
@@ -258,9 +258,9 @@ fn a_written_gguf_holds_the_merged_model() {
             let ids = tensors(format!("logits/{model}.safetensors"))["input_ids"].to_dtype(DType::U32).unwrap();
             let ids = ids.narrow(0, 1, 1).unwrap().narrow(1, 0, time).unwrap().contiguous().unwrap();
             let built = Decoder::new(read.config(), read.var_builder(DType::F32, &Device::Cpu)).unwrap();
-            let off = far(&built.forward(&ids).unwrap().get(0).unwrap(), &want.narrow(0, 0, time).unwrap());
-            println!("{model} {format:?}: logits differ by {off}");
-            assert!(off <= most, "{model} {format:?}: logits differ by {off}");
+            let difference = far(&built.forward(&ids).unwrap().get(0).unwrap(), &want.narrow(0, 0, time).unwrap());
+            println!("{model} {format:?}: logits differ by {difference}");
+            assert!(difference <= tolerance, "{model} {format:?}: logits differ by {difference}");
         }
         assert_eq!(std::fs::read_dir(out.path()).unwrap().count(), 1);
     }
@@ -319,8 +319,8 @@ fn a_written_gguf_has_the_keys_and_tensors_of_llama_cpp() {
     let weight = tensors("models/gpt2/model.safetensors")["transformer.h.0.attn.c_attn.weight"].t().unwrap();
     let mut file = std::fs::File::open(out.path().join("gpt2")).unwrap();
     let found = gpt2.tensor(&mut file, "blk.0.attn_qkv.weight", &Device::Cpu).unwrap();
-    let off = far(&found.dequantize(&Device::Cpu).unwrap(), &weight.contiguous().unwrap());
-    assert!(off < 1e-3, "{off}");
+    let difference = far(&found.dequantize(&Device::Cpu).unwrap(), &weight.contiguous().unwrap());
+    assert!(difference < 1e-3, "{difference}");
 }
 
 #[test]

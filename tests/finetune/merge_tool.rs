@@ -32,9 +32,9 @@ fn a_merged_model_answers_as_the_base_with_the_adapter_does() {
     assert!(output.status.success(), "{}", stderr(&output));
     let count = BaseModel::open(&llama).unwrap().config().parameters().unwrap().len();
     assert_eq!(stdout(&output), format!("{}: {count} tensors, 21 of them with the adapter\n", out.display()));
-    let with = answer(&llama, &["--adapter", text(&adapter)]);
-    assert_eq!(answer(&out, &[]), with);
-    assert_ne!(answer(&llama, &[]), with);
+    let expected = answer(&llama, &["--adapter", text(&adapter)]);
+    assert_eq!(answer(&out, &[]), expected);
+    assert_ne!(answer(&llama, &[]), expected);
 
     // The file name selects the GGUF format. A GGUF file with a tokenizer next to it is also a model.
     let gguf = copy("llama");
@@ -43,8 +43,8 @@ fn a_merged_model_answers_as_the_base_with_the_adapter_does() {
     let file = gguf.path().join("model.gguf");
     let output = merge(&[text(&llama), text(&adapter), "--out", text(&file)]);
     assert!(output.status.success(), "{}", stderr(&output));
-    assert_eq!(answer(&file, &[]), with);
-    assert_eq!(answer(gguf.path(), &[]), with);
+    assert_eq!(answer(&file, &[]), expected);
+    assert_eq!(answer(gguf.path(), &[]), expected);
 }
 
 #[test]

@@ -43,9 +43,9 @@ fn scalar(tensor: &Tensor) -> f64 {
 }
 
 /// Checks that `found` is close to `want`, and returns the difference.
-fn near(found: f64, want: &Value, tolerance: f64, what: &str) -> f64 {
+fn check_close(found: f64, want: &Value, tolerance: f64, name: &str) -> f64 {
     let (want, difference) = (want.as_f64().unwrap(), (found - want.as_f64().unwrap()).abs());
-    assert!(difference <= tolerance, "{what} is {found}, but must be {want}");
+    assert!(difference <= tolerance, "{name} is {found}, but must be {want}");
     difference
 }
 
@@ -59,9 +59,9 @@ fn check_logits(name: &str, base: &BaseModel) {
     let difference = far(&logits.index_select(&positions, 1).unwrap(), &recorded["logits"]);
     assert!(difference <= LOGITS, "{name}: logits differ by {difference}");
     let (loss, report) = model.routed_loss(&rows, &next_tokens(&rows), None, None, None).unwrap();
-    let loss = near(scalar(&loss), &summary["mean_next_token_loss"], LOSS, name);
+    let loss = check_close(scalar(&loss), &summary["mean_next_token_loss"], LOSS, name);
     let balance = scalar(report.balance.as_ref().unwrap());
-    let balance = near(balance, &summary["aux_loss"], BALANCE, &format!("{name}: the auxiliary loss"));
+    let balance = check_close(balance, &summary["aux_loss"], BALANCE, &format!("{name}: the auxiliary loss"));
     println!("{name}: logits {difference:.1e}, loss {loss:.1e}, auxiliary loss {balance:.1e}");
     if !summary["experts_hit"].is_null() {
         let loads: Vec<&Vec<u64>> = report.loads.iter().map(|load| &load.choices).collect();
@@ -113,9 +113,9 @@ fn padding_counts_in_neither_cross_entropy_nor_auxiliary_loss() {
         for sequences in [None, Some(Sequences::padded(&lengths, time).unwrap())] {
             let sequences = sequences.as_ref();
             let (loss, report) = model.routed_loss(&rows, &targets, sequences, None, Some(&mask)).unwrap();
-            near(scalar(&loss), &padded["cross_entropy"], LOSS, name);
-            near(scalar(report.balance.as_ref().unwrap()), &padded["aux_loss"], BALANCE, name);
-            near(scalar(&report.add_to(&loss).unwrap()), &padded["loss"], LOSS, name);
+            check_close(scalar(&loss), &padded["cross_entropy"], LOSS, name);
+            check_close(scalar(report.balance.as_ref().unwrap()), &padded["aux_loss"], BALANCE, name);
+            check_close(scalar(&report.add_to(&loss).unwrap()), &padded["loss"], LOSS, name);
             let k = base.config().mixture.as_ref().unwrap().router.experts_per_row as u64;
             let counted = report.loads.iter().map(|load| load.choices.iter().sum::<u64>());
             assert!(counted.clone().all(|choices| choices == 77 * k), "{name}");
@@ -175,8 +175,8 @@ fn packed_rows_give_the_logits_of_separate_texts() {
         let packed = model.forward_packed(&row, Some(&sequences)).unwrap();
         for (start, len) in [(0, 17), (17, 31)] {
             let text = row.narrow(1, start, len).unwrap();
-            let alone = model.forward(&text).unwrap();
-            assert_eq!(values(&packed.narrow(1, start, len).unwrap()), values(&alone), "{name}");
+            let expected = model.forward(&text).unwrap();
+            assert_eq!(values(&packed.narrow(1, start, len).unwrap()), values(&expected), "{name}");
         }
     }
 }
@@ -188,18 +188,18 @@ struct Run {
     weights: Vec<u8>,
 }
 
-/// The way in which a model is trained.
+/// The settings of a training run.
 #[derive(Clone, Copy)]
 struct Training {
     world: usize,
     stage: u8,
     recompute: bool,
-    /// The factor by which the limit of gpt-oss' activation is multiplied.
+    /// The factor by which the limit of gpt-oss's activation is multiplied.
     limit: f32,
 }
 
-fn train(name: &str, run: &Value, batches: &[Tensor], how: Training) -> Run {
-    let Training { world, stage, recompute, limit } = how;
+fn train(name: &str, run: &Value, batches: &[Tensor], training: Training) -> Run {
+    let Training { world, stage, recompute, limit } = training;
     let (base, rates) = (MOE.base(name), numbers(&run["lr"]));
     let factor = run["router_aux_loss_coef"].as_f64();
     let sizes = factor.map_or(base.config().clone(), |factor| balanced(&base, factor));
@@ -259,21 +259,21 @@ fn follow(name: &str, kind: &str) {
             [0, 3].map(|stage| train(name, run, &batches, Training { world, stage, recompute: false, limit: 1.0 }));
         let first = &runs[0];
         assert_eq!((losses.len(), first.losses.len()), (20, 20));
-        let farthest = |found: &[f64], want: &[f64]| {
+        let largest = |found: &[f64], want: &[f64]| {
             found.iter().zip(want).fold(0f64, |most, (found, want)| most.max((found - want).abs()))
         };
-        let worst_loss = farthest(&first.losses, &losses);
-        let worst_balance = if kind == "aux" { farthest(&first.balances, &numbers(&run["aux_loss"])) } else { 0.0 };
+        let worst_loss = largest(&first.losses, &losses);
+        let worst_balance = if kind == "aux" { largest(&first.balances, &numbers(&run["aux_loss"])) } else { 0.0 };
         let worst = |run: &Run| norms.iter().zip(&run.norms).fold(0f64, |most, (a, b)| most.max((b / a - 1.0).abs()));
         let mut worst_norm = worst(first);
         if worst_norm > NORM && name == "gpt_oss" {
-            // The derivative of gpt-oss' activation jumps at its limit. If rounding put a number on a different side
+            // The derivative of gpt-oss's activation jumps at its limit. If rounding put a number on a different side
             // of the limit than in the recorded run, the number is on the recorded side of one of the two adjacent f32
             // limits, so runs with these limits are compared, too.
             let neighbors = [1.0 - f32::EPSILON / 2.0, 1.0 + f32::EPSILON];
-            let moved = neighbors
+            let norm_errors = neighbors
                 .map(|limit| worst(&train(name, run, &batches, Training { world, stage: 0, recompute: false, limit })));
-            let [below, above] = moved;
+            let [below, above] = norm_errors;
             println!(
                 "{name} {kind}, world size {world}: norm {worst_norm:.1e}; limit below {below:.1e}, above {above:.1e}"
             );
@@ -324,11 +324,11 @@ fn mixtures_that_recompute_give_the_same_bits_with_and_without_auxiliary_loss() 
             let run = |stage, recompute| {
                 train(name, &record[kind], batches, Training { world: 2, stage, recompute, limit: 1.0 })
             };
-            let kept = run(0, false);
-            for again in [run(0, true), run(2, true), run(3, true)] {
-                assert_eq!((&again.losses, &again.norms), (&kept.losses, &kept.norms), "{name} {kind}");
-                assert_eq!(again.balances, kept.balances, "{name} {kind}");
-                assert!(again.weights == kept.weights, "{name} {kind}");
+            let plain = run(0, false);
+            for recomputed in [run(0, true), run(2, true), run(3, true)] {
+                assert_eq!((&recomputed.losses, &recomputed.norms), (&plain.losses, &plain.norms), "{name} {kind}");
+                assert_eq!(recomputed.balances, plain.balances, "{name} {kind}");
+                assert!(recomputed.weights == plain.weights, "{name} {kind}");
             }
         }
     }

@@ -150,16 +150,16 @@ fn logits(base: &BaseModel, rows: &Tensor) -> Vec<f32> {
 fn experts_in_mxfp4_are_written_in_bf16_without_a_change() {
     let base = MOE.base("gpt_oss_mxfp4");
     let out = tempfile::tempdir().unwrap();
-    let to = out.path().join("merged");
-    MergedModel::new(&base, None).unwrap().write_hugging_face(&to, None).unwrap();
-    let config: Value = serde_json::from_slice(&std::fs::read(to.join("config.json")).unwrap()).unwrap();
+    let target = out.path().join("merged");
+    MergedModel::new(&base, None).unwrap().write_hugging_face(&target, None).unwrap();
+    let config: Value = serde_json::from_slice(&std::fs::read(target.join("config.json")).unwrap()).unwrap();
     assert_eq!((&config["quantization_config"], &config["dtype"]), (&Value::Null, &json!("bfloat16")));
-    let file = std::fs::read(to.join("model.safetensors")).unwrap();
+    let file = std::fs::read(target.join("model.safetensors")).unwrap();
     let file = SafeTensors::deserialize(&file).unwrap();
     assert!(file.iter().all(|(name, view)| view.dtype() == Dtype::BF16 && !name.ends_with("_blocks")));
     assert_eq!(file.tensor("model.layers.0.mlp.experts.gate_up_proj").unwrap().shape(), [4, 64, 64]);
     let rows = ids(&MOE.json("logits/gpt_oss_mxfp4.json")["input_ids"]);
-    let written = BaseModel::open(&to).unwrap();
+    let written = BaseModel::open(&target).unwrap();
     assert_eq!(written.config(), base.config());
     assert_eq!(logits(&written, &rows), logits(&base, &rows));
 }
@@ -168,10 +168,10 @@ fn experts_in_mxfp4_are_written_in_bf16_without_a_change() {
 fn a_written_mixture_is_the_base_with_the_names_on_disk() {
     for name in ["gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_moe_step2"] {
         let (base, out) = (MOE.base(name), tempfile::tempdir().unwrap());
-        let to = out.path().join("merged");
+        let target = out.path().join("merged");
         let merged = MergedModel::new(&base, None).unwrap();
-        merged.write_hugging_face(&to, Some(ConsolidatedDtype::F32)).unwrap();
-        let [before, after] = [base.folder(), &to].map(|folder| {
+        merged.write_hugging_face(&target, Some(ConsolidatedDtype::F32)).unwrap();
+        let [before, after] = [base.folder(), &target].map(|folder| {
             let file = std::fs::read(folder.join("model.safetensors")).unwrap();
             let tensors = SafeTensors::deserialize(&file).unwrap();
             let mut all: Vec<(String, Vec<usize>, Vec<u8>)> = tensors

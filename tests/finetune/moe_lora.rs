@@ -82,7 +82,7 @@ fn follow(case: &str) {
     for world in [1, 2] {
         let mut first: Option<Adapter> = None;
         for stage in [0, 3] {
-            let what = format!("{case}, stage {stage}, world size {world}");
+            let context = format!("{case}, stage {stage}, world size {world}");
             let run = train(case, world, stage);
             let (mut worst, mut worst_norm) = (0f64, 0f64);
             assert_eq!((losses.len(), run.losses.len()), (20, 20));
@@ -90,21 +90,21 @@ fn follow(case: &str) {
                 worst = worst.max((run.losses[step] - losses[step]).abs());
                 worst_norm = worst_norm.max((run.norms[step] / norms[step] - 1.0).abs());
             }
-            println!("{what}: loss {worst:.1e}, norm {worst_norm:.1e}");
-            assert!(worst <= LOSS && worst_norm <= NORM, "{what}: loss {worst:.1e}, norm {worst_norm:.1e}");
-            check_adapter(&run.adapter, &record["final_adapter_probe"], &what);
+            println!("{context}: loss {worst:.1e}, norm {worst_norm:.1e}");
+            assert!(worst <= LOSS && worst_norm <= NORM, "{context}: loss {worst:.1e}, norm {worst_norm:.1e}");
+            check_adapter(&run.adapter, &record["final_adapter_probe"], &context);
             let first = first.get_or_insert_with(|| run.adapter.clone());
-            assert!(*first == run.adapter, "{what}: bits differ from those of stage 0");
+            assert!(*first == run.adapter, "{context}: bits differ from those of stage 0");
         }
     }
 }
 
 /// Compares the recorded elements of every tensor with those of an adapter.
-fn check_adapter(adapter: &Adapter, recorded: &Value, what: &str) {
+fn check_adapter(adapter: &Adapter, recorded: &Value, context: &str) {
     for (key, recorded) in recorded.as_object().unwrap() {
         let AdapterTensor { values, .. } = adapter.tensor(key.strip_prefix("base_model.model.").unwrap()).unwrap();
         for (found, want) in probed(values).iter().zip(numbers(recorded)) {
-            assert!((found - want as f32).abs() <= WEIGHTS, "{what}: {key} is {found}, but must be {want}");
+            assert!((found - want as f32).abs() <= WEIGHTS, "{context}: {key} is {found}, but must be {want}");
         }
     }
 }
@@ -152,7 +152,7 @@ fn check_result(case: &str, stage: &str, want: f64) {
     assert_eq!(merged.counts(), (names.len(), changed.len()), "{case}");
     for (name, shape) in &names {
         let elements = shape.iter().product();
-        let [before, after] = [&base, &written].map(|of| of.values().values(name, shape, 0..elements).unwrap());
+        let [before, after] = [&base, &written].map(|base| base.values().values(name, shape, 0..elements).unwrap());
         assert_eq!(before != after, changed.contains_key(name), "{case}: {name}");
         if stage == "final"
             && let Some(recorded) = changed.get(name)
@@ -211,7 +211,7 @@ cases! {
 
 #[test]
 fn all_linear_projections_are_those_that_peft_selects() {
-    let of = |name: &str| {
+    let projections_of = |name: &str| {
         let mut ends: Vec<String> = MOE
             .base(name)
             .config()
@@ -224,16 +224,16 @@ fn all_linear_projections_are_those_that_peft_selects() {
         ends
     };
     let attention = |layer: usize| ["k_proj", "o_proj", "q_proj", "v_proj"].map(|p| format!("{layer}.self_attn.{p}"));
-    assert_eq!(of("mixtral"), [attention(0), attention(1)].concat());
-    assert_eq!(of("gpt_oss"), [attention(0), attention(1)].concat());
+    assert_eq!(projections_of("mixtral"), [attention(0), attention(1)].concat());
+    assert_eq!(projections_of("gpt_oss"), [attention(0), attention(1)].concat());
     let mlp = ["down_proj", "gate_proj", "up_proj"];
     let dense = mlp.map(|p| format!("1.mlp.{p}"));
-    assert_eq!(of("qwen3_moe"), [&attention(0)[..], &dense, &attention(1)].concat());
+    assert_eq!(projections_of("qwen3_moe"), [&attention(0)[..], &dense, &attention(1)].concat());
     let shared = |layer: usize| {
         let experts = mlp.map(|p| format!("{layer}.mlp.shared_expert.{p}"));
         [&experts[..], &[format!("{layer}.mlp.shared_expert_gate")], &attention(layer)].concat()
     };
-    assert_eq!(of("qwen2_moe"), [shared(0), shared(1)].concat());
+    assert_eq!(projections_of("qwen2_moe"), [shared(0), shared(1)].concat());
 }
 
 #[test]
@@ -268,14 +268,14 @@ fn an_adapter_of_experts_for_another_mixture_is_refused_by_tensor() {
 
 const NF4: WeightPacking = WeightPacking::Nf4(Nf4Scales::DoubleQuantized);
 
-/// Takes three steps with adapters of attention and experts on a base in 4 bits, in which layer `kept` is not packed.
-/// Returns the losses and the adapters.
-fn train_on_four_bits(model: &str, world: usize, stage: u8, kept: Option<usize>) -> (Vec<f64>, Vec<Vec<f32>>) {
+/// Takes three steps with adapters of attention and experts on a base in 4 bits. Layer `unpacked`, if given, is not
+/// packed. Returns the losses and the adapters.
+fn train_on_four_bits(model: &str, world: usize, stage: u8, unpacked: Option<usize>) -> (Vec<f64>, Vec<Vec<f32>>) {
     let base = MOE.base(model);
     let lora = "r=4,targets=q_proj,target_parameters=mlp.experts.gate_up_proj+mlp.experts.down_proj";
     let sizes = DecoderConfig { lora: Some(lora.parse().unwrap()), ..base.config().clone() };
     let rule = move |name: &str, shape: &[usize]| {
-        is_quantized(name, shape) && kept.is_none_or(|kept| !name.contains(&format!("layers.{kept}.")))
+        is_quantized(name, shape) && unpacked.is_none_or(|unpacked| !name.contains(&format!("layers.{unpacked}.")))
     };
     let config = json!({
         "train_batch_size": 4,
@@ -294,8 +294,8 @@ fn train_on_four_bits(model: &str, world: usize, stage: u8, kept: Option<usize>)
             losses.push(step(&mut engine, |model| model.loss(&inputs, &targets))?.0);
         }
         let names = engine.trainable_parameters();
-        let whole = |name: &String| Ok(self::values(&engine.safe_get_full_fp32_param(name)?));
-        Ok((losses, names.iter().map(whole).collect::<Result<_>>()?))
+        let full_values = |name: &String| Ok(self::values(&engine.safe_get_full_fp32_param(name)?));
+        Ok((losses, names.iter().map(full_values).collect::<Result<_>>()?))
     });
     runs.unwrap().remove(0).unwrap()
 }
@@ -304,15 +304,15 @@ fn train_on_four_bits(model: &str, world: usize, stage: u8, kept: Option<usize>)
 fn experts_in_four_bits_give_the_same_bits_at_every_stage() {
     for model in ["mixtral", "gpt_oss"] {
         for world in [1, 2] {
-            let whole = train_on_four_bits(model, world, 0, None);
+            let reference = train_on_four_bits(model, world, 0, None);
             for stage in 1..=3 {
                 assert!(
-                    train_on_four_bits(model, world, stage, None) == whole,
+                    train_on_four_bits(model, world, stage, None) == reference,
                     "{model}, stage {stage}, world size {world}"
                 );
             }
-            let kept = train_on_four_bits(model, world, 3, Some(0));
-            assert!(kept.0[0] != whole.0[0], "{model}: layer 0 is packed although it is left out");
+            let partly_packed = train_on_four_bits(model, world, 3, Some(0));
+            assert!(partly_packed.0[0] != reference.0[0], "{model}: layer 0 is packed although it is left out");
         }
     }
 }

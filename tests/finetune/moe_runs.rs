@@ -40,14 +40,14 @@ fn the_auxiliary_loss_of_a_run_is_that_of_all_ranks_together() {
         let options = Options {
             micro_batch: 4 / world,
             router_aux_loss_coef: Some(factor),
-            validation: Some(ValidationData::Part(0.2)),
+            validation: Some(ValidationData::Fraction(0.2)),
             eval_every: Some(3),
             ..options(folder.path(), "qwen3_moe_step2", out)
         };
         train(&options, world, stage)
     };
-    let alone = run("alone", 1, 0, 0.1);
-    for (i, step) in alone.iter().enumerate() {
+    let one_rank = run("alone", 1, 0, 0.1);
+    for (i, step) in one_rank.iter().enumerate() {
         let (balance, shares) = (step.router_aux_loss.unwrap(), step.experts.unwrap());
         // With perfect balance, the auxiliary loss is the number of experts per token.
         assert!(balance > 2.0 && balance < 16.0, "step {i}: {balance}");
@@ -56,17 +56,17 @@ fn the_auxiliary_loss_of_a_run_is_that_of_all_ranks_together() {
     let numbers = |steps: &[StepReport]| -> Vec<[Option<f64>; 4]> {
         steps.iter().map(|step| [Some(step.loss), step.grad_norm, step.router_aux_loss, step.val_loss]).collect()
     };
-    assert_eq!(numbers(&run("sharded", 1, 3, 0.1)), numbers(&alone));
-    let pair = run("pair", 2, 3, 0.1);
-    for (one, two) in alone.iter().zip(&pair) {
+    assert_eq!(numbers(&run("sharded", 1, 3, 0.1)), numbers(&one_rank));
+    let two_ranks = run("pair", 2, 3, 0.1);
+    for (one, two) in one_rank.iter().zip(&two_ranks) {
         assert!((one.loss - two.loss).abs() < 5e-5, "{} {}", one.loss, two.loss);
         assert!((one.router_aux_loss.unwrap() - two.router_aux_loss.unwrap()).abs() < 1e-5);
         assert_eq!(one.experts, two.experts);
     }
     let without = run("without", 1, 0, 0.0);
     assert!(without.iter().all(|step| step.router_aux_loss.is_none() && step.experts.is_some()));
-    let added = alone[0].loss - without[0].loss;
-    assert!((added - 0.1 * alone[0].router_aux_loss.unwrap()).abs() < 1e-5, "{added}");
+    let added = one_rank[0].loss - without[0].loss;
+    assert!((added - 0.1 * one_rank[0].router_aux_loss.unwrap()).abs() < 1e-5, "{added}");
 }
 
 /// Copies a model, with zeros in the router's row of one expert in layer 1. That expert has a logit of 0 for each
@@ -160,13 +160,13 @@ fn experts_in_mxfp4_are_trained_in_four_bits_and_merged() {
 fn a_mixture_in_a_pipeline_has_the_bits_of_one_rank() {
     let folder = tempfile::tempdir().unwrap();
     let lora = "r=2,targets=q_proj,target_parameters=mlp.experts.gate_up_proj+mlp.experts.down_proj";
-    let of = |out: &str| Options {
+    let options_for = |out: &str| Options {
         method: TuningMethod::Lora(lora.parse().unwrap()),
         ..options(folder.path(), "mixtral", out)
     };
-    let alone = train(&of("alone"), 1, 0);
-    let pipeline = train(&Options { pipeline: Some(PipelineStages::Number(2)), ..of("pipeline") }, 2, 0);
-    for (one, two) in alone.iter().zip(&pipeline) {
+    let one_rank = train(&options_for("alone"), 1, 0);
+    let pipeline = train(&Options { pipeline: Some(PipelineStages::Number(2)), ..options_for("pipeline") }, 2, 0);
+    for (one, two) in one_rank.iter().zip(&pipeline) {
         assert_eq!((one.loss, one.grad_norm), (two.loss, two.grad_norm));
         assert!(one.experts.is_some() && two.experts.is_none());
     }
@@ -211,7 +211,7 @@ fn a_mixture_with_divided_experts_is_fine_tuned_as_with_whole_ones() {
         for name in ["mixtral", "qwen3_moe_step2"] {
             let run = |world: usize, stage: u8, size: usize| {
                 let out = format!("{method}_{name}_{world}_{stage}_{size}");
-                let validation = Some(ValidationData::Part(0.2));
+                let validation = Some(ValidationData::Fraction(0.2));
                 let options = Options {
                     method: tuning.clone(),
                     validation,
@@ -255,13 +255,13 @@ fn options_that_a_mixture_cannot_have_are_refused_by_flag() {
         let error = PreparedRun::new(options, &mut |_| ()).unwrap_err().to_string();
         error.replace(folder.path().to_str().unwrap(), "DIR")
     };
-    let usual = |name: &str| options(folder.path(), name, "out");
+    let defaults = |name: &str| options(folder.path(), name, "out");
     let qlora = TuningMethod::Qlora("r=2".parse().unwrap());
-    insta::assert_snapshot!(text(Options { router_aux_loss_coef: Some(-1.0), ..usual("mixtral") }), @"--router_aux_loss_coef is -1, but must be a finite number of at least 0");
-    insta::assert_snapshot!(text(Options { keep_layers: vec![0], ..usual("mixtral") }), @"--keep_layers requires --qlora, because only QLoRA holds weights in 4 bits");
-    insta::assert_snapshot!(text(Options { keep_layers: vec![0, 2], method: qlora, ..usual("mixtral") }), @"--keep_layers contains 2, but the model's layers are numbered from 0 to 1");
-    let divided = Options { pipeline: Some(PipelineStages::Number(2)), ..usual("mixtral") };
-    insta::assert_snapshot!(text(Options { router_aux_loss_coef: Some(0.1), ..divided }), @"--pipeline cannot be combined with the load-balancing loss of a mixture of experts, because no stage has the routers of all blocks; give --router_aux_loss_coef 0, or leave --pipeline out");
-    let llama = Options { model: crate::fixtures::path("models/llama"), ..usual("mixtral") };
+    insta::assert_snapshot!(text(Options { router_aux_loss_coef: Some(-1.0), ..defaults("mixtral") }), @"--router_aux_loss_coef is -1, but must be a finite number of at least 0");
+    insta::assert_snapshot!(text(Options { keep_layers: vec![0], ..defaults("mixtral") }), @"--keep_layers requires --qlora, because only QLoRA holds weights in 4 bits");
+    insta::assert_snapshot!(text(Options { keep_layers: vec![0, 2], method: qlora, ..defaults("mixtral") }), @"--keep_layers contains 2, but the model's layers are numbered from 0 to 1");
+    let in_pipeline = Options { pipeline: Some(PipelineStages::Number(2)), ..defaults("mixtral") };
+    insta::assert_snapshot!(text(Options { router_aux_loss_coef: Some(0.1), ..in_pipeline }), @"--pipeline cannot be combined with the load-balancing loss of a mixture of experts, because no stage has the routers of all blocks; give --router_aux_loss_coef 0, or leave --pipeline out");
+    let llama = Options { model: crate::fixtures::path("models/llama"), ..defaults("mixtral") };
     insta::assert_snapshot!(text(Options { router_aux_loss_coef: Some(0.1), ..llama }), @"--router_aux_loss_coef is for mixtures of experts, but the model is not one; leave it out");
 }

@@ -17,12 +17,12 @@ struct Sample {
 
 fn samples(masked: bool) -> Vec<Sample> {
     let file = json("packing/sequences.json");
-    let of = |key: &str| serde_json::from_value::<Vec<Vec<u32>>>(file[key].clone()).unwrap();
+    let lists = |key: &str| serde_json::from_value::<Vec<Vec<u32>>>(file[key].clone()).unwrap();
     let sample = |(ids, mask): (Vec<u32>, Vec<u32>)| {
-        let targets = mask.iter().enumerate().map(|(i, is)| if masked { *is == 1 } else { i > 0 }).collect();
+        let targets = mask.iter().enumerate().map(|(i, flag)| if masked { *flag == 1 } else { i > 0 }).collect();
         Sample { ids, targets }
     };
-    of("input_ids").into_iter().zip(of("loss_mask")).map(sample).collect()
+    lists("input_ids").into_iter().zip(lists("loss_mask")).map(sample).collect()
 }
 
 /// Packs each sample into the first row that has room for it.
@@ -95,16 +95,16 @@ fn packed_rows_have_the_loss_and_the_gradients_of_their_samples_alone() {
             let record = &file["models"][name][case];
             let run = packed(name, record, masked, false);
             let (loss, norm, norms) = &run;
-            let far = (loss - record["loss"].as_f64().unwrap()).abs();
+            let error = (loss - record["loss"].as_f64().unwrap()).abs();
             let relative = |norm: f64, recorded: &Value| (norm / recorded.as_f64().unwrap() - 1.0).abs();
             let recorded = &record["param_grad_norms"];
             // The gradients of parameters are compared by their norms: the gradient of the keys' part of GPT-2's
             // c_attn.bias consists only of rounding errors, so its relative error is meaningless.
             let worst = norms.iter().map(|(name, norm)| (relative(*norm, &recorded[name]), name));
             let worst = worst.max_by(|a, b| a.0.total_cmp(&b.0)).unwrap();
-            let whole = relative(*norm, &record["grad_norm"]);
-            println!("{name}, {case}: loss {far:.1e}, norm {whole:.1e}, of parameters {worst:?}");
-            assert!(far <= 2e-5 && whole <= 1e-4 && worst.0 <= 1e-4, "{name}, {case}: {far}, {whole}, {worst:?}");
+            let total = relative(*norm, &record["grad_norm"]);
+            println!("{name}, {case}: loss {error:.1e}, norm {total:.1e}, of parameters {worst:?}");
+            assert!(error <= 2e-5 && total <= 1e-4 && worst.0 <= 1e-4, "{name}, {case}: {error}, {total}, {worst:?}");
             assert!(packed(name, record, masked, true) == run, "{name}, {case}: recomputed");
         }
     }

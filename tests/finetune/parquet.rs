@@ -45,14 +45,14 @@ fn samples_are_those_of_the_same_rows_as_json_lines() {
         ("label_of_text", &[], RecordFormat::Label, classify),
         ("label_of_bool", &[], RecordFormat::Label, classify),
     ];
-    for (name, ways, form, task) in files {
+    for (name, kinds, form, task) in files {
         let expected = samples(&desk, fixture(&format!("{name}.jsonl")), task);
         assert_eq!(expected.2, form, "{name}");
         assert!(expected.0.len() > 2 && expected.0.iter().all(|(sample, _)| !sample.ids.is_empty()), "{name}");
-        let ways =
-            if ways.is_empty() { vec![String::new()] } else { ways.iter().map(|way| format!(".{way}")).collect() };
-        for way in ways {
-            let name = format!("{name}{way}.parquet");
+        let kinds =
+            if kinds.is_empty() { vec![String::new()] } else { kinds.iter().map(|kind| format!(".{kind}")).collect() };
+        for kind in kinds {
+            let name = format!("{name}{kind}.parquet");
             assert_eq!(samples(&desk, fixture(&name), task), expected, "{name}");
         }
     }
@@ -120,22 +120,22 @@ fn what_cannot_be_read_is_refused_with_what_to_do() {
     for path in files {
         refuse(path.file_stem().unwrap().to_str().unwrap(), &std::fs::read(&path).unwrap());
     }
-    let whole = std::fs::read(fixture("chats.snappy.parquet")).unwrap();
+    let valid = std::fs::read(fixture("chats.snappy.parquet")).unwrap();
     refuse("z0_empty", b"");
     refuse("z1_pointer", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n");
     refuse("z2_lines", &std::fs::read(fixture("chats.jsonl")).unwrap());
-    refuse("z3_cut", &whole[..whole.len() - 1]);
-    refuse("z4_short", &whole[..4]);
+    refuse("z3_cut", &valid[..valid.len() - 1]);
+    refuse("z4_short", &valid[..4]);
     // Zeros replace bytes of the file's pages, of its footer, and of the footer's length.
     let zeros = |at: usize, count: usize| {
-        let mut damaged = whole.clone();
+        let mut damaged = valid.clone();
         damaged[at..at + count].fill(0);
         damaged
     };
     refuse("z5_page", &zeros(40, 20));
-    refuse("z6_later", &zeros(whole.len() / 3, 200));
-    let length = u32::from_le_bytes(whole[whole.len() - 8..][..4].try_into().unwrap()) as usize;
-    refuse("z7_footer", &zeros(whole.len() - 8 - length, 20));
-    refuse("z8_length", &zeros(whole.len() - 8, 4));
+    refuse("z6_later", &zeros(valid.len() / 3, 200));
+    let length = u32::from_le_bytes(valid[valid.len() - 8..][..4].try_into().unwrap()) as usize;
+    refuse("z7_footer", &zeros(valid.len() - 8 - length, 20));
+    refuse("z8_length", &zeros(valid.len() - 8, 4));
     insta::assert_snapshot!(said.join("\n"));
 }

@@ -17,9 +17,9 @@ use std::path::{Path, PathBuf};
 fn model(folder: &Path, name: &str) -> PathBuf {
     let copy = folder.join(format!("model-{name}"));
     std::fs::create_dir_all(&copy).unwrap();
-    let of = |model: &str| std::fs::read_dir(path("models").join(model)).unwrap().map(|entry| entry.unwrap().path());
+    let list = |model: &str| std::fs::read_dir(path("models").join(model)).unwrap().map(|entry| entry.unwrap().path());
     let is_of_tokenizer = |path: &PathBuf| path.file_name().unwrap().to_str().unwrap().contains("token");
-    for file in of("llama").filter(is_of_tokenizer).chain(of(name)) {
+    for file in list("llama").filter(is_of_tokenizer).chain(list(name)) {
         std::fs::copy(&file, copy.join(file.file_name().unwrap())).unwrap();
     }
     copy
@@ -34,7 +34,7 @@ fn options(folder: &Path, name: &str, data: &str, out: &str) -> Options {
         batch: Some(4),
         ctx: Some(48),
         warmup: WarmupLength::Steps(1),
-        validation: Some(ValidationData::Part(0.2)),
+        validation: Some(ValidationData::Fraction(0.2)),
         eval_every: Some(2),
         cache: Some(folder.join("cache")),
         ..Options::new(model(folder, name), folder.join(out))
@@ -101,13 +101,13 @@ fn a_pipeline_has_the_steps_validations_and_adapters_of_one_rank_to_the_bit() {
         for (method, name) in
             [(TuningMethod::Lora(lora()), "lora"), (TuningMethod::Qlora(lora()), "qlora"), (TuningMethod::Full, "full")]
         {
-            let whole = Options { method, ..options(folder.path(), model, &data, &format!("{model}-{name}")) };
-            let steps = train(&whole, 1);
+            let plain = Options { method, ..options(folder.path(), model, &data, &format!("{model}-{name}")) };
+            let steps = train(&plain, 1);
             assert!(steps[2].0 < steps[0].0 && steps.iter().filter(|step| step.4.is_some()).count() == 2, "{steps:?}");
             for ranks in [2, 4] {
-                let divided = in_pipeline(&whole, ranks, &format!("{model}-{name}-{ranks}"));
+                let divided = in_pipeline(&plain, ranks, &format!("{model}-{name}-{ranks}"));
                 assert_eq!(train(&divided, ranks), steps, "{model}, {name}, {ranks} ranks");
-                assert!(weights(&divided) == weights(&whole), "{model}, {name}, {ranks} ranks: the weights differ");
+                assert!(weights(&divided) == weights(&plain), "{model}, {name}, {ranks} ranks: the weights differ");
             }
         }
     }
@@ -118,10 +118,10 @@ fn every_family_of_decoders_can_be_divided() {
     let folder = tempfile::tempdir().unwrap();
     let data = chats(folder.path(), 30);
     for model in MODELS {
-        let whole = Options { length: TrainingLength::Steps(2), ..options(folder.path(), model, &data, model) };
-        let divided = in_pipeline(&whole, 2, &format!("{model}-2"));
-        assert_eq!(train(&divided, 2), train(&whole, 1), "{model}");
-        assert!(weights(&divided) == weights(&whole), "{model}");
+        let plain = Options { length: TrainingLength::Steps(2), ..options(folder.path(), model, &data, model) };
+        let divided = in_pipeline(&plain, 2, &format!("{model}-2"));
+        assert_eq!(train(&divided, 2), train(&plain, 1), "{model}");
+        assert!(weights(&divided) == weights(&plain), "{model}");
     }
 }
 
@@ -130,20 +130,20 @@ fn two_pipelines_have_the_bits_of_two_ranks_and_padded_rows_too() {
     let folder = tempfile::tempdir().unwrap();
     let data = chats(folder.path(), 30);
     for (packing, micro_batch) in [(true, 1), (false, 2)] {
-        let at = format!("two-{packing}");
-        let whole = Options { packing, micro_batch, ..options(folder.path(), "llama", &data, &at) };
-        let steps = train(&whole, 2);
-        let divided = in_pipeline(&whole, 2, &format!("{at}-divided"));
+        let name = format!("two-{packing}");
+        let plain = Options { packing, micro_batch, ..options(folder.path(), "llama", &data, &name) };
+        let steps = train(&plain, 2);
+        let divided = in_pipeline(&plain, 2, &format!("{name}-divided"));
         assert_eq!(train(&divided, 4), steps, "packing {packing}");
-        assert!(weights(&divided) == weights(&whole), "packing {packing}");
+        assert!(weights(&divided) == weights(&plain), "packing {packing}");
         // The results are the same with a pipeline from a configuration, with a different schedule and sharded
         // optimizer states.
         let section = json!({"stages": 2, "schedule": "zero_bubble"});
         let ds_config =
             config(folder.path(), "pipeline.json", &json!({"pipeline": section, "zero_optimization": {"stage": 1}}));
-        let configured = Options { ds_config, out: folder.path().join(format!("{at}-configured")), ..whole.clone() };
+        let configured = Options { ds_config, out: folder.path().join(format!("{name}-configured")), ..plain.clone() };
         assert_eq!(train(&configured, 4), steps, "packing {packing}");
-        assert!(weights(&configured) == weights(&whole), "packing {packing}");
+        assert!(weights(&configured) == weights(&plain), "packing {packing}");
     }
 }
 
@@ -153,8 +153,8 @@ fn a_run_resumes_with_another_number_of_stages_and_without_a_pipeline() {
     let data = chats(folder.path(), 30);
     for (method, name) in [(TuningMethod::Lora("r=4".parse().unwrap()), "lora"), (TuningMethod::Full, "full")] {
         let length = TrainingLength::Steps(4);
-        let whole = Options { method, length, ..options(folder.path(), "gpt2", &data, &format!("whole-{name}")) };
-        let steps = train(&whole, 1);
+        let plain = Options { method, length, ..options(folder.path(), "gpt2", &data, &format!("whole-{name}")) };
+        let steps = train(&plain, 1);
         let saving = |name: &str| {
             let dir = folder.path().join(format!("saves-{name}"));
             Some(CheckpointOptions { dir, every: Some(1), keep: None, resume: true })
@@ -162,11 +162,11 @@ fn a_run_resumes_with_another_number_of_stages_and_without_a_pipeline() {
         // The first run of each pair ends without a result after two steps, which are saved.
         for (from, to) in [(2, 4), (4, 2), (2, 1), (1, 2)] {
             let name = format!("{name}-{from}-{to}");
-            let run = Options { saving: saving(&name), ..in_pipeline(&whole, from, &name) };
+            let run = Options { saving: saving(&name), ..in_pipeline(&plain, from, &name) };
             assert_eq!(train_until(&run, from, Some(2)), steps[..2], "{name}");
             let resumed = Options { pipeline: Some(PipelineStages::Number(to)), ..run };
             assert_eq!(train(&resumed, to), steps[2..], "{name}");
-            assert!(weights(&resumed) == weights(&whole), "{name}");
+            assert!(weights(&resumed) == weights(&plain), "{name}");
         }
     }
 }
@@ -195,15 +195,15 @@ fn the_command_says_how_the_model_is_divided_and_writes_the_files_of_one_rank() 
     };
     let (expected, _) = run("one", &[]);
     let metrics = folder.path().join("metrics.jsonl");
-    let (divided, said) = run("two", &["-n", "2", "--pipeline", "auto", "--metrics", metrics.to_str().unwrap()]);
+    let (divided, log) = run("two", &["-n", "2", "--pipeline", "auto", "--metrics", metrics.to_str().unwrap()]);
     let names = |files: &[(String, Vec<u8>)]| files.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
     assert_eq!(names(&divided), names(&expected));
     for (found, expected) in divided.iter().zip(&expected) {
         assert!(found == expected, "{} differs", found.0);
     }
-    let line = |part: &str| said.lines().find(|line| line.contains(part)).unwrap_or_default().to_owned();
+    let line = |part: &str| log.lines().find(|line| line.contains(part)).unwrap_or_default().to_owned();
     insta::assert_snapshot!(line("parameter tensors"), @"[rank 0] 42 of 71 parameter tensors are trained, at stage 0 on 2 ranks, in 1 pipeline of 2 ranks, which wait for 22 % of a step");
-    assert!(line("chosen for").contains("a pipeline of 2 ranks, stage 0, 4 micro batches of 1 row: at most"), "{said}");
+    assert!(line("chosen for").contains("a pipeline of 2 ranks, stage 0, 4 micro batches of 1 row: at most"), "{log}");
     let lines = std::fs::read_to_string(metrics).unwrap();
     assert_eq!(lines.lines().count(), 4, "{lines}");
     assert!(lines.lines().last().unwrap().contains("\"world_size\":2"), "{lines}");

@@ -61,16 +61,16 @@ fn train(case: &Case) -> Run {
             losses.push(of_ranks.iter().map(|loss| loss[0] as f32).sum::<f32>() / case.world as f32);
         }
         let names = engine.trainable_parameters();
-        let whole = |name: &String| Ok(values(&engine.safe_get_full_fp32_param(name)?));
-        let adapter = names.iter().map(whole).collect::<Result<_>>()?;
+        let full_values = |name: &String| Ok(values(&engine.safe_get_full_fp32_param(name)?));
+        let adapter = names.iter().map(full_values).collect::<Result<_>>()?;
         Ok(Run { losses, adapter })
     });
     runs.unwrap().remove(0).unwrap()
 }
 
-fn assert_same(a: &Run, b: &Run, what: &str) {
-    assert_eq!(a.losses, b.losses, "{what}");
-    assert!(a.adapter == b.adapter, "{what}: the bits of the adapter differ");
+fn assert_same(a: &Run, b: &Run, context: &str) {
+    assert_eq!(a.losses, b.losses, "{context}");
+    assert!(a.adapter == b.adapter, "{context}: the bits of the adapter differ");
 }
 
 const NF4: WeightPacking = WeightPacking::Nf4(Nf4Scales::DoubleQuantized);
@@ -83,14 +83,14 @@ fn stage(stage: u8) -> Value {
 fn qlora_gives_the_same_bits_at_every_stage() {
     for world in [1, 2] {
         let case = Case { model: "llama", lora: "r=16", packing: Some(NF4), world, config: stage(0) };
-        let whole = train(&case);
-        assert!(whole.losses[2] < whole.losses[0]);
+        let reference = train(&case);
+        assert!(reference.losses[2] < reference.losses[0]);
         for number in 1..=3 {
             let run = train(&Case { config: stage(number), ..case.clone() });
-            assert_same(&whole, &run, &format!("stage {number}, world size {world}"));
+            assert_same(&reference, &run, &format!("stage {number}, world size {world}"));
         }
         let plain = train(&Case { packing: None, config: stage(3), ..case });
-        assert!(plain.losses != whole.losses, "the losses of a 4-bit base must differ from those in f32");
+        assert!(plain.losses != reference.losses, "the losses of a 4-bit base must differ from those in f32");
     }
 }
 
@@ -117,14 +117,14 @@ fn a_fresh_adapter_of_dora_beside_four_bits_changes_nothing() {
             runs.unwrap().remove(0).unwrap()
         };
         let (want, found) = (logits(None), logits(Some("r=4,dora")));
-        let off = far(&found, &want);
-        assert!(off <= 2e-5, "{model}: logits differ by {off}");
+        let difference = far(&found, &want);
+        assert!(difference <= 2e-5, "{model}: logits differ by {difference}");
     }
 }
 
 #[test]
 fn adapters_get_the_same_bits_from_blocks_that_run_again_in_backward() {
-    let again = json!({"every_unit": true});
+    let recomputation = json!({"every_unit": true});
     let mut wrong = 0;
     for (model, lora) in
         [("llama", "r=8"), ("llama", "r=8,dora,dropout=0.1"), ("qwen3", "r=4"), ("gpt2", "r=4"), ("gemma2", "r=4")]
@@ -136,13 +136,13 @@ fn adapters_get_the_same_bits_from_blocks_that_run_again_in_backward() {
                     config["bf16"] = json!({"enabled": true});
                 }
                 let case = Case { model, lora, packing: None, world: 1, config };
-                let kept = train(&case);
+                let reference = train(&case);
                 let mut config = case.config.clone();
-                config["activation_checkpointing"] = again.clone();
+                config["activation_checkpointing"] = recomputation.clone();
                 let run = train(&Case { config, ..case.clone() });
-                let what = format!("{model}, {lora}, bf16 {bf16}, stage {number}");
-                wrong += usize::from(kept.losses != run.losses || kept.adapter != run.adapter);
-                println!("{what}: {:?} {:?} {}", kept.losses, run.losses, kept.adapter == run.adapter);
+                let context = format!("{model}, {lora}, bf16 {bf16}, stage {number}");
+                wrong += usize::from(reference.losses != run.losses || reference.adapter != run.adapter);
+                println!("{context}: {:?} {:?} {}", reference.losses, run.losses, reference.adapter == run.adapter);
             }
         }
     }

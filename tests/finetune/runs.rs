@@ -62,7 +62,7 @@ pub fn train(options: &Options, world: usize, stage: u8) -> (Vec<StepReport>, Op
         while let Some(step) = run.step()? {
             steps.push(step);
         }
-        let (best, ended) = (run.best(), run.ended());
+        let (best, ended) = (run.best(), run.stop_reason());
         run.finish()?;
         Ok((steps, best, ended))
     });
@@ -101,22 +101,22 @@ fn an_epoch_has_thirty_steps_where_the_data_have_as_many_samples() {
             (rows, steps)
         };
         for world in [1, 2] {
-            let what = format!("{count} samples, {full} full rows, world size {world}");
+            let context = format!("{count} samples, {full} full rows, world size {world}");
             let (steps, rows, batch, epochs) = planned(&options, world);
-            println!("{what}: {steps} steps of {batch} of {rows} rows");
+            println!("{context}: {steps} steps of {batch} of {rows} rows");
             // An epoch has at least 30 steps, if there are enough samples.
-            assert!(steps >= (count / world).min(30) as u64, "{what}: {steps} steps");
+            assert!(steps >= (count / world).min(30) as u64, "{context}: {steps} steps");
             // If rows are not full, there are no more of them than these steps require.
-            assert!(rows <= full.max(60 * world), "{what}: {rows} rows");
+            assert!(rows <= full.max(60 * world), "{context}: {rows} rows");
             // A run never has more epochs than requested, except for the rest of the last step.
-            assert!((epochs - 1.0) * (rows as f64) < batch as f64, "{what}: {epochs} epochs");
-            assert!(batch <= 8 && (batch.is_power_of_two() || batch == world), "{what}: {batch} rows a step");
+            assert!((epochs - 1.0) * (rows as f64) < batch as f64, "{context}: {epochs} epochs");
+            assert!(batch <= 8 && (batch.is_power_of_two() || batch == world), "{context}: {batch} rows a step");
             // By default, a run has three to fifteen epochs.
             let (_, rows, batch, epochs) = planned(&Options { length: TrainingLength::Auto, ..options.clone() }, world);
             let rest = batch as f64 / rows as f64;
             assert!(
                 epochs >= 3.0 && epochs < 15.0 + rest && (count < 400 || epochs < 3.0 + rest),
-                "{what}: {epochs} epochs"
+                "{context}: {epochs} epochs"
             );
         }
         if full >= 60 {
@@ -133,7 +133,7 @@ fn an_epoch_has_thirty_steps_where_the_data_have_as_many_samples() {
 fn what_the_user_says_of_steps_holds_and_few_of_them_are_warned_about() {
     let folder = tempfile::tempdir().unwrap();
     let data = chats(folder.path(), 57);
-    let said = |out: &str, more: &[&str]| {
+    let printed = |out: &str, more: &[&str]| {
         let out = folder.path().join(out);
         let mut command = zerorun();
         command.arg("finetune").arg(path("models/llama")).args(["--data", &data, "--ctx", "128", "--out"]).arg(&out);
@@ -143,22 +143,22 @@ fn what_the_user_says_of_steps_holds_and_few_of_them_are_warned_about() {
         let lines = all.lines().filter(|line| line.contains("through the data") || line.contains("warning"));
         lines.map(str::to_owned).collect::<Vec<_>>().join("\n")
     };
-    insta::assert_snapshot!(said("a", &["--epochs", "1"]), @"57 samples in 57 rows of up to 15 tokens (not 128, so that an epoch has more steps), 1 per step (1 per rank at once): 57 steps, once through the data");
-    insta::assert_snapshot!(said("b", &["--epochs", "1", "--batch", "8"]), @r"
+    insta::assert_snapshot!(printed("a", &["--epochs", "1"]), @"57 samples in 57 rows of up to 15 tokens (not 128, so that an epoch has more steps), 1 per step (1 per rank at once): 57 steps, once through the data");
+    insta::assert_snapshot!(printed("b", &["--epochs", "1", "--batch", "8"]), @r"
     57 samples in 8 rows of up to 128 tokens, 8 per step (1 per rank at once): 1 step, once through the data
     zerorun: warning: a model learns little in 1 step; the data fills 8 rows, and each step takes 8; give --epochs 30 or more, or a smaller --batch
     ");
-    insta::assert_snapshot!(said("c", &["--steps", "1"]), @r"
+    insta::assert_snapshot!(printed("c", &["--steps", "1"]), @r"
     57 samples in 57 rows of up to 15 tokens (not 128, so that an epoch has more steps), 1 per step (1 per rank at once): 1 step, 0.02 times through the data
     zerorun: warning: a model learns little in 1 step; the data fills 57 rows, and each step takes 1; give --epochs 1 or more
     ");
-    insta::assert_snapshot!(said("d", &["--epochs", "2", "--packing", "false", "--batch", "1"]), @"57 samples in 57 rows of up to 128 tokens, 1 per step (1 per rank at once): 114 steps, 2 times through the data");
+    insta::assert_snapshot!(printed("d", &["--epochs", "2", "--packing", "false", "--batch", "1"]), @"57 samples in 57 rows of up to 128 tokens, 1 per step (1 per rank at once): 114 steps, 2 times through the data");
     let ds = write(
         folder.path(),
         "ds8.json",
         r#"{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}"#,
     );
-    insta::assert_snapshot!(said("e", &["--epochs", "1", "--ds_config", &ds]), @r"
+    insta::assert_snapshot!(printed("e", &["--epochs", "1", "--ds_config", &ds]), @r"
     57 samples in 8 rows of up to 128 tokens, 8 per step (8 per rank at once): 1 step, once through the data
     zerorun: warning: a model learns little in 1 step; the data fills 8 rows, and each step takes 8; give --epochs 30 or more, or a smaller --batch
     ");
@@ -197,11 +197,11 @@ fn the_loss_is_that_of_the_global_batch_however_it_is_split() {
         train(&options, world, 0).0.iter().map(|step| step.loss).collect::<Vec<_>>()
     };
     for packing in [false, true] {
-        let whole = losses(1, 4, packing);
+        let unsplit = losses(1, 4, packing);
         for (world, micro_batch) in [(1, 1), (2, 2), (2, 1), (4, 1)] {
             let split = losses(world, micro_batch, packing);
-            let far = whole.iter().zip(&split).fold(0f64, |most, (a, b)| most.max((a - b).abs()));
-            assert!(far < 2e-5, "world size {world}, micro batch {micro_batch}: {far}");
+            let error = unsplit.iter().zip(&split).fold(0f64, |most, (a, b)| most.max((a - b).abs()));
+            assert!(error < 2e-5, "world size {world}, micro batch {micro_batch}: {error}");
         }
     }
 }
@@ -210,22 +210,22 @@ fn the_loss_is_that_of_the_global_batch_however_it_is_split() {
 fn a_run_that_goes_on_from_a_checkpoint_ends_with_the_bits_of_one_that_never_stopped() {
     let folder = tempfile::tempdir().unwrap();
     let data = chats(folder.path(), 40);
-    let whole = Options { validation: Some(ValidationData::Part(0.2)), ..options(folder.path(), &data, "whole") };
-    let (steps, best, _) = train(&whole, 2, 2);
+    let full = Options { validation: Some(ValidationData::Fraction(0.2)), ..options(folder.path(), &data, "whole") };
+    let (steps, best, _) = train(&full, 2, 2);
     let saving =
         Some(CheckpointOptions { dir: folder.path().join("saves"), every: Some(2), keep: Some(1), resume: true });
     // The first part is configured to end early. Its rates are constant, so that they equal those of the complete run.
     let constant =
         |options: Options| Options { scheduler: LrDecay::Constant, warmup: WarmupLength::Steps(0), ..options };
-    let whole = constant(Options { out: folder.path().join("constant"), ..whole });
-    let (whole_steps, whole_best, _) = train(&whole, 2, 2);
+    let full = constant(Options { out: folder.path().join("constant"), ..full });
+    let (whole_steps, whole_best, _) = train(&full, 2, 2);
     assert_ne!(whole_steps, steps);
     assert!(best.is_some() && whole_best.is_some());
     let part = |steps| Options {
         length: TrainingLength::Steps(steps),
         eval_every: Some(1),
         saving: saving.clone(),
-        ..whole.clone()
+        ..full.clone()
     };
     let first = Options { out: folder.path().join("first"), ..part(3) };
     train(&first, 2, 2);
@@ -236,7 +236,7 @@ fn a_run_that_goes_on_from_a_checkpoint_ends_with_the_bits_of_one_that_never_sto
     for (a, b) in rest.iter().zip(&whole_steps[3..]) {
         assert_eq!((a.loss, a.grad_norm, a.lr), (b.loss, b.grad_norm, b.lr));
     }
-    assert_eq!(adapter_bytes(&second.out), adapter_bytes(&whole.out));
+    assert_eq!(adapter_bytes(&second.out), adapter_bytes(&full.out));
 }
 
 #[test]
@@ -245,7 +245,7 @@ fn validation_keeps_the_best_model_and_patience_ends_the_training() {
     let data = chats(folder.path(), 40);
     // A rate this high soon makes the model worse.
     let options = Options {
-        validation: Some(ValidationData::Part(0.25)),
+        validation: Some(ValidationData::Fraction(0.25)),
         eval_every: Some(1),
         patience: Some(2),
         length: TrainingLength::Steps(60),
@@ -259,9 +259,9 @@ fn validation_keeps_the_best_model_and_patience_ends_the_training() {
         assert_eq!(ended, Some(StopReason::NoImprovement));
         let losses: Vec<f64> = steps.iter().map(|step| step.val_loss.unwrap()).collect();
         let lowest = losses.iter().copied().fold(f64::INFINITY, f64::min);
-        let at = losses.iter().position(|loss| *loss == lowest).unwrap();
-        assert_eq!(best, Some((at as u64 + 1, lowest)));
-        assert_eq!(steps.len(), at + 3);
+        let best_step = losses.iter().position(|loss| *loss == lowest).unwrap();
+        assert_eq!(best, Some((best_step as u64 + 1, lowest)));
+        assert_eq!(steps.len(), best_step + 3);
         assert_ne!(adapter_bytes(&options.best()), adapter_bytes(&options.out));
         Adapter::read(options.best()).unwrap();
     }
@@ -291,7 +291,7 @@ fn preferences_are_learned_and_validated() {
     let data = write(folder.path(), "pairs.jsonl", &lines);
     let options = Options {
         objective: Objective::Prefer { beta: 0.1 },
-        validation: Some(ValidationData::Part(0.25)),
+        validation: Some(ValidationData::Fraction(0.25)),
         eval_every: Some(6),
         lr: Some(1e-2),
         ..options(folder.path(), &data, "out")
@@ -337,9 +337,9 @@ fn the_command_trains_prints_and_leaves_an_adapter() {
     ];
     let output = finetune(&path("models/llama"), folder.path(), &words).output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
-    let (said, told) = (stdout(&output), stderr(&output));
-    assert!(said.contains("chat messages") && said.contains("the result is in"), "{said}");
-    assert!(told.contains("validation loss") && told.contains("\"1 and 2?\": "), "{told}");
+    let (printed, errors) = (stdout(&output), stderr(&output));
+    assert!(printed.contains("chat messages") && printed.contains("the result is in"), "{printed}");
+    assert!(errors.contains("validation loss") && errors.contains("\"1 and 2?\": "), "{errors}");
     Adapter::read(&out).unwrap();
     let lines = std::fs::read_to_string(metrics).unwrap();
     assert_eq!(lines.lines().count(), 5);
@@ -389,8 +389,8 @@ fn a_run_that_is_killed_twenty_times_ends_with_the_same_adapter_bytes() {
         ];
         finetune(&path("models/llama"), folder.path(), &words)
     };
-    let alone = run("alone").output().unwrap();
-    assert!(alone.status.success(), "{}", stderr(&alone));
+    let uninterrupted = run("alone").output().unwrap();
+    assert!(uninterrupted.status.success(), "{}", stderr(&uninterrupted));
     let (mut kills, begun) = (0, Instant::now());
     for kill in 0..20 {
         let mut child = run("killed").stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
@@ -406,9 +406,9 @@ fn a_run_that_is_killed_twenty_times_ends_with_the_same_adapter_bytes() {
     let last = run("killed").output().unwrap();
     assert!(last.status.success(), "{}", stderr(&last));
     for part in ["", "-best"] {
-        let [alone, killed] =
+        let [uninterrupted, killed] =
             ["alone", "killed"].map(|name| adapter_bytes(&folder.path().join(format!("{name}{part}"))));
-        assert!(alone == killed, "the adapters{part} differ");
+        assert!(uninterrupted == killed, "the adapters{part} differ");
     }
 }
 
@@ -497,10 +497,10 @@ fn many_records_that_are_skipped_end_the_run_unless_that_is_allowed() {
         let output = finetune(&path("models/llama"), folder.path(), &[&columns, words].concat()).output().unwrap();
         (output.status.code(), stderr(&output).replace(folder.path().to_str().unwrap(), "DIR"))
     };
-    let (code, said) = run(&[]);
+    let (code, errors) = run(&[]);
     let found = "2 of 14 records in DIR/x.jsonl are skipped: 2 records (lines 13, 14) could not be used (line 13: ";
-    assert!(code == Some(2) && said.contains(found) && said.contains("--allow_skipped"), "{said}");
+    assert!(code == Some(2) && errors.contains(found) && errors.contains("--allow_skipped"), "{errors}");
     assert!(!folder.path().join("out").exists());
-    let (code, said) = run(&["--allow_skipped"]);
-    assert!(code == Some(0) && said.contains("2 records (lines 13, 14) could not be used"), "{said}");
+    let (code, errors) = run(&["--allow_skipped"]);
+    assert!(code == Some(0) && errors.contains("2 records (lines 13, 14) could not be used"), "{errors}");
 }

@@ -28,7 +28,7 @@ fn model<T: Fn()>(test: T) -> Option<BaseModel> {
     folder.map(|folder| BaseModel::open(folder).unwrap())
 }
 
-fn whole(base: &BaseModel) -> Decoder {
+fn decoder(base: &BaseModel) -> Decoder {
     let config = DecoderConfig { ctx: CTX, ..base.config().clone() };
     Decoder::new(&config, base.var_builder(DType::F32, &Device::Cpu)).unwrap()
 }
@@ -44,7 +44,7 @@ fn row(ids: &[u32]) -> Tensor {
 #[test]
 fn the_real_model_has_the_logits_and_losses_of_transformers() {
     let Some(base) = model(the_real_model_has_the_logits_and_losses_of_transformers) else { return };
-    let (model, record) = (whole(&base), record("smollm2/forward.json"));
+    let (model, record) = (decoder(&base), record("smollm2/forward.json"));
     for prompt in record["prompts"].as_array().unwrap() {
         let logits = model.last_logits(&ids(&prompt["input_ids"])).unwrap();
         let mut order: Vec<usize> = (0..logits.len()).collect();
@@ -78,9 +78,9 @@ fn initial(config: &DecoderConfig, lora: &LoraConfig) -> Adapter {
         if name.contains("lora_A") {
             let parts: Vec<&str> = name.split('.').collect();
             let block: u64 = parts[2].parse().unwrap();
-            let place = ORDER.iter().position(|part| *part == parts[4]).unwrap() as u64;
+            let index = ORDER.iter().position(|part| *part == parts[4]).unwrap() as u64;
             let scale = (1.0 / (shape[1] as f64).sqrt()) as f32;
-            let draw = |i| uniform(1000 + 7 * block + place, i) * scale;
+            let draw = |i| uniform(1000 + 7 * block + index, i) * scale;
             values.iter_mut().enumerate().for_each(|(i, value)| *value = draw(i as u64));
         }
         (name, AdapterTensor { shape, values })
@@ -109,22 +109,22 @@ fn the_real_model_follows_pefts_20_steps_of_lora() {
         .initialize(|vb| Decoder::new(&config, vb), settings)
         .unwrap();
     let (losses, norms) = (numbers(&want["loss"]), numbers(&want["grad_norm"]));
-    let (mut far_loss, mut far_norm) = ([0f64; 2], 0f64);
+    let (mut loss_gap, mut norm_gap) = ([0f64; 2], 0f64);
     for (step, row) in rows["rows"].as_array().unwrap().iter().take(losses.len()).enumerate() {
         let (loss, norm) = train(&mut engine, row).unwrap();
-        let off = (loss - losses[step]).abs();
+        let error = (loss - losses[step]).abs();
         let is_late = usize::from(step > 6);
-        far_loss[is_late] = far_loss[is_late].max(off);
-        far_norm = far_norm.max((norm / norms[step] - 1.0).abs());
-        assert!(off < [1e-4, 1e-3][is_late], "step {step}: {loss}, {}", losses[step]);
+        loss_gap[is_late] = loss_gap[is_late].max(error);
+        norm_gap = norm_gap.max((norm / norms[step] - 1.0).abs());
+        assert!(error < [1e-4, 1e-3][is_late], "step {step}: {loss}, {}", losses[step]);
         assert!((norm / norms[step] - 1.0).abs() < 1e-3, "step {step}: {norm}, {}", norms[step]);
     }
-    println!("losses: {:.1e} (steps 0-6), {:.1e} (later); gradient norms: {far_norm:.1e}", far_loss[0], far_loss[1]);
+    println!("losses: {:.1e} (steps 0-6), {:.1e} (later); gradient norms: {norm_gap:.1e}", loss_gap[0], loss_gap[1]);
     let adapter = Adapter::of_engine(&mut engine, lora, None).unwrap();
     for (name, norm) in want["final_adapter_l2"].as_object().unwrap() {
         let values = &adapter.tensor(name).unwrap().values;
-        let own = values.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
-        assert!((own / norm.as_f64().unwrap() - 1.0).abs() < 1e-2, "{name}: {own}, {norm}");
+        let found = values.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
+        assert!((found / norm.as_f64().unwrap() - 1.0).abs() < 1e-2, "{name}: {found}, {norm}");
     }
 }
 
@@ -149,7 +149,7 @@ fn logits_for_peft() {
     let config = DecoderConfig { ctx: CTX, lora: Some(adapter.config.clone()), ..base.config().clone() };
     let values = AdapterInitialValues::new(&base, &config, Some(adapter)).unwrap();
     let adapted = Decoder::new(&config, values.var_builder(DType::F32, &Device::Cpu)).unwrap();
-    let plain = whole(&base);
+    let plain = decoder(&base);
     let mut all: HashMap<String, Tensor> = HashMap::new();
     for (number, sample) in record("smollm2/chats.tokens.json")["rows"].as_array().unwrap().iter().take(3).enumerate() {
         let ids = row(&ids(&sample["input_ids"])[..64]);

@@ -18,7 +18,7 @@ const WEIGHTS: f32 = 5e-5 + 4e-6;
 struct Run {
     losses: Vec<f64>,
     norms: Vec<f64>,
-    after: f64,
+    final_loss: f64,
     weights: Vec<u8>,
 }
 
@@ -50,16 +50,16 @@ fn train(name: &str, case: &Value, decays_all: bool, world: usize, stage: u8, re
         }
         let (inputs, targets) = part(&batches[0], world, rank);
         let loss = engine.eval(|model| model.loss(&inputs, &targets))?;
-        let after = mean(&mut engine, &loss)?;
+        let final_loss = mean(&mut engine, &loss)?;
         engine.export_safetensors(&file)?;
-        Ok((losses, norms, after))
+        Ok((losses, norms, final_loss))
     });
-    let (losses, norms, after) = runs.unwrap().remove(0).unwrap();
-    Run { losses, norms, after, weights: std::fs::read(&file).unwrap() }
+    let (losses, norms, final_loss) = runs.unwrap().remove(0).unwrap();
+    Run { losses, norms, final_loss, weights: std::fs::read(&file).unwrap() }
 }
 
 /// Compares a run with the record of `case`.
-fn compare(name: &str, case: &Value, run: &Run, what: &str) {
+fn compare(name: &str, case: &Value, run: &Run, context: &str) {
     let (losses, norms) = (numbers(&case["loss"]), numbers(&case["grad_norm"]));
     assert_eq!((losses.len(), run.losses.len()), (12, 12));
     let mut worst = [0f64; 2];
@@ -67,9 +67,9 @@ fn compare(name: &str, case: &Value, run: &Run, what: &str) {
         worst[0] = worst[0].max((run.losses[step] - losses[step]).abs());
         worst[1] = worst[1].max((run.norms[step] / norms[step] - 1.0).abs());
     }
-    worst[0] = worst[0].max((run.after - case["loss_after_on_batch0"].as_f64().unwrap()).abs());
-    assert!(worst[0] <= LOSS && worst[1] <= NORM, "{name}, {what}: loss {:.1e}, norm {:.1e}", worst[0], worst[1]);
-    println!("{name}, {what}: loss {:.1e}, norm {:.1e}", worst[0], worst[1]);
+    worst[0] = worst[0].max((run.final_loss - case["loss_after_on_batch0"].as_f64().unwrap()).abs());
+    assert!(worst[0] <= LOSS && worst[1] <= NORM, "{name}, {context}: loss {:.1e}, norm {:.1e}", worst[0], worst[1]);
+    println!("{name}, {context}: loss {:.1e}, norm {:.1e}", worst[0], worst[1]);
 }
 
 /// Returns how far a weight may be from the recorded one. The keys' biases have a larger tolerance, because their
@@ -94,12 +94,12 @@ fn compare_weights(name: &str, run: &Run) {
         let change = values(&change[&parameter].to_dtype(DType::F32).unwrap());
         for (element, got) in values(&got[&parameter]).into_iter().enumerate() {
             let difference = (got - (first[element] + change[element])).abs();
-            let most = tolerance(name, &parameter, element, &shape);
-            if most == WEIGHTS {
+            let limit = tolerance(name, &parameter, element, &shape);
+            if limit == WEIGHTS {
                 worst = worst.max(difference);
-                outliers += usize::from(difference > most);
+                outliers += usize::from(difference > limit);
             } else {
-                assert!(difference <= most, "{name}: {parameter}[{element}] differs by {difference}");
+                assert!(difference <= limit, "{name}: {parameter}[{element}] differs by {difference}");
             }
         }
     }
@@ -128,8 +128,8 @@ fn follow(name: &str) {
         }
     }
     let case = &record["decay_all"];
-    let [kept, recomputed] = [false, true].map(|recomputes| train(name, case, true, 2, 3, recomputes));
-    assert!(kept.weights == recomputed.weights, "{name}: recomputing blocks gives different bits");
+    let [reference, recomputed] = [false, true].map(|recomputes| train(name, case, true, 2, 3, recomputes));
+    assert!(reference.weights == recomputed.weights, "{name}: recomputing blocks gives different bits");
 }
 
 #[test]

@@ -23,7 +23,7 @@ fn as_rank(command: &mut Command, rank: usize, world: usize, port: u16) -> &mut 
 }
 
 /// Starts this test binary as a rank that repeatedly enters a barrier with the others.
-fn meeting(folder: &Path, rank: usize, world: usize, port: u16, timeout: &str) -> Child {
+fn start_rank(folder: &Path, rank: usize, world: usize, port: u16, timeout: &str) -> Child {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(as_program(module_path!(), "as_a_rank"));
     as_rank(&mut command, rank, world, port).env("CANDLE_ZERO_TIMEOUT_MS", timeout).env(FOLDER, folder);
@@ -52,11 +52,11 @@ fn as_a_rank() {
 }
 
 /// Returns the error message of a rank. The rank must have exited with code 3.
-fn said(rank: Child) -> String {
+fn error_of(rank: Child) -> String {
     let output = rank.wait_with_output().unwrap();
-    let told = stderr(&output);
-    assert_eq!(output.status.code(), Some(3), "{told}");
-    told.lines().find(|line| line.starts_with("rank ")).unwrap_or(&told).to_string()
+    let errors = stderr(&output);
+    assert_eq!(output.status.code(), Some(3), "{errors}");
+    errors.lines().find(|line| line.starts_with("rank ")).unwrap_or(&errors).to_string()
 }
 
 #[test]
@@ -75,7 +75,7 @@ fn ranks_that_are_started_one_by_one_have_the_bits_of_zerorun() {
                 let mut command = Command::new(&train_gpt);
                 as_rank(&mut command, rank, ranks, port);
                 if local {
-                    // Torchrun sets these variables.
+                    // These variables are set by torchrun.
                     command.env("LOCAL_RANK", rank.to_string()).env("LOCAL_WORLD_SIZE", ranks.to_string());
                 }
                 training(&mut command, "apart")
@@ -98,7 +98,7 @@ fn ranks_that_are_started_one_by_one_have_the_bits_of_zerorun() {
 fn the_others_end_in_seconds_with_the_name_of_a_rank_that_is_killed_or_stopped() {
     for (victim, signal, limit) in [(1, Signal::KILL, 5), (0, Signal::KILL, 5), (2, Signal::STOP, 15)] {
         let (folder, port) = (tempfile::tempdir().unwrap(), free_port());
-        let mut ranks: Vec<Child> = (0..3).map(|rank| meeting(folder.path(), rank, 3, port, "60000")).collect();
+        let mut ranks: Vec<Child> = (0..3).map(|rank| start_rank(folder.path(), rank, 3, port, "60000")).collect();
         wait_for("all ranks to pass the barrier", || {
             (0..3).all(|rank| folder.path().join(format!("met.{rank}")).exists()).then_some(())
         });
@@ -106,12 +106,12 @@ fn the_others_end_in_seconds_with_the_name_of_a_rank_that_is_killed_or_stopped()
         send(signal, &victim_process);
         let began = Instant::now();
         for rank in ranks {
-            let said = said(rank);
+            let error = error_of(rank);
             let expected = match signal {
                 Signal::KILL => format!("rank {victim} died (its process ended without a message)"),
                 _ => format!("rank {victim} did not respond for 8 s"),
             };
-            assert!(said.contains(&expected), "{said}");
+            assert!(error.contains(&expected), "{error}");
         }
         assert!(began.elapsed() < Duration::from_secs(limit), "{victim}: {:?}", began.elapsed());
         victim_process.kill().unwrap();
@@ -122,36 +122,36 @@ fn the_others_end_in_seconds_with_the_name_of_a_rank_that_is_killed_or_stopped()
 #[test]
 fn a_rank_that_does_not_come_is_named_when_the_time_is_over() {
     let (folder, port) = (tempfile::tempdir().unwrap(), free_port());
-    let known = |text: String| text.replace(&port.to_string(), "PORT");
-    let [first, second] = [0, 1].map(|rank| meeting(folder.path(), rank, 3, port, "1500"));
-    insta::assert_snapshot!(known(said(first)), @"rank 0: 2 of 3 ranks connected to MASTER_PORT PORT on this host within 1.5s; missing ranks: 2; start each of them with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
-    insta::assert_snapshot!(known(said(second)), @"rank 1: rank 0 cancelled the rendezvous: 2 of 3 ranks connected to MASTER_PORT PORT on this host within 1.5s; missing ranks: 2; start each of them with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
+    let without_port = |text: String| text.replace(&port.to_string(), "PORT");
+    let [first, second] = [0, 1].map(|rank| start_rank(folder.path(), rank, 3, port, "1500"));
+    insta::assert_snapshot!(without_port(error_of(first)), @"rank 0: 2 of 3 ranks connected to MASTER_PORT PORT on this host within 1.5s; missing ranks: 2; start each of them with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
+    insta::assert_snapshot!(without_port(error_of(second)), @"rank 1: rank 0 cancelled the rendezvous: 2 of 3 ranks connected to MASTER_PORT PORT on this host within 1.5s; missing ranks: 2; start each of them with its RANK, the same WORLD_SIZE and MASTER_PORT, as the same user and in the same network namespace; ranks on several hosts are joined by zerorun --nnodes, mpirun or srun");
 }
 
 #[test]
 fn ranks_that_are_told_different_worlds_end_at_once() {
     let (folder, port) = (tempfile::tempdir().unwrap(), free_port());
-    let known = |text: String| text.replace(&port.to_string(), "PORT");
+    let without_port = |text: String| text.replace(&port.to_string(), "PORT");
     let began = Instant::now();
-    let [first, second] = [(0, 2), (1, 3)].map(|(rank, world)| meeting(folder.path(), rank, world, port, "60000"));
-    insta::assert_snapshot!(known(said(first)), @"rank 0: WORLD_SIZE is 2 on rank 0 and 3 on rank 1; give all ranks of a job the same value, and each job its own MASTER_PORT (here PORT)");
-    insta::assert_snapshot!(known(said(second)), @"rank 1: rank 0 cancelled the rendezvous: WORLD_SIZE is 2 on rank 0 and 3 on rank 1; give all ranks of a job the same value, and each job its own MASTER_PORT (here PORT)");
+    let [first, second] = [(0, 2), (1, 3)].map(|(rank, world)| start_rank(folder.path(), rank, world, port, "60000"));
+    insta::assert_snapshot!(without_port(error_of(first)), @"rank 0: WORLD_SIZE is 2 on rank 0 and 3 on rank 1; give all ranks of a job the same value, and each job its own MASTER_PORT (here PORT)");
+    insta::assert_snapshot!(without_port(error_of(second)), @"rank 1: rank 0 cancelled the rendezvous: WORLD_SIZE is 2 on rank 0 and 3 on rank 1; give all ranks of a job the same value, and each job its own MASTER_PORT (here PORT)");
     assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
 }
 
 #[test]
 fn a_rank_that_ends_before_all_are_there_is_named_to_those_that_wait() {
     let (folder, port) = (tempfile::tempdir().unwrap(), free_port());
-    let [first, mut second] = [0, 1].map(|rank| meeting(folder.path(), rank, 3, port, "60000"));
+    let [first, mut second] = [0, 1].map(|rank| start_rank(folder.path(), rank, 3, port, "60000"));
     // Both sockets must exist: rank 0's listener and its connection to rank 1.
-    let named = format!("port {port}");
+    let ending = format!("port {port}");
     wait_up_to(Duration::from_secs(20), "the rendezvous", || {
         let sockets = std::fs::read_to_string("/proc/net/unix").unwrap();
-        (sockets.lines().filter(|line| line.ends_with(&named)).count() == 2).then_some(())
+        (sockets.lines().filter(|line| line.ends_with(&ending)).count() == 2).then_some(())
     });
     // The other rank must also have identified itself.
     std::thread::sleep(Duration::from_millis(300));
     second.kill().unwrap();
     second.wait().unwrap();
-    insta::assert_snapshot!(said(first), @"rank 0: the process of rank 1 ended before all ranks had joined; see its own output");
+    insta::assert_snapshot!(error_of(first), @"rank 0: the process of rank 1 ended before all ranks had joined; see its own output");
 }

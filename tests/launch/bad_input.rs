@@ -42,14 +42,14 @@ impl Folder {
     /// Returns the exit code and the stderr of `zerorun -n 1 train_gpt ARGS`, which must be the same with and without
     /// backtraces.
     fn mistake(&self, args: &str) -> String {
-        let told = ["0", "1"].map(|backtrace| {
+        let messages = ["0", "1"].map(|backtrace| {
             let output = self.run(1, args, backtrace);
             assert_eq!(stdout(&output), "");
             format!("{}{}", comparable(&stderr(&output)), output.status)
         });
-        assert_eq!(told[0], told[1], "a backtrace in the message");
-        let [told, _] = told;
-        told
+        assert_eq!(messages[0], messages[1], "a backtrace in the message");
+        let [messages, _] = messages;
+        messages
     }
 
     /// Does the same as [`Folder::mistake`] with two ranks. Returns the messages of the ranks (equal except for the
@@ -64,7 +64,7 @@ impl Folder {
     }
 }
 
-/// Removes the elapsed time, and the amount of memory that other processes leave available.
+/// Replaces the elapsed time, and the amount of memory that other processes leave available, with placeholders.
 fn comparable(errors: &str) -> String {
     let time = |line: &str| match line.rsplit_once(" after ") {
         Some((text, time)) if line.starts_with("zerorun: rank ") && time.ends_with(" s") => {
@@ -376,9 +376,9 @@ fn metrics_on_a_full_disk_end_and_training_goes_on() {
     let output = folder.run(1, "--ds_config ok.json --steps 3 --metrics /dev/full", "0");
     assert!(output.status.success(), "{}", stderr(&output));
     let errors = stderr(&output);
-    let told: Vec<&str> = errors.lines().filter(|line| line.contains("/dev/full")).collect();
+    let messages: Vec<&str> = errors.lines().filter(|line| line.contains("/dev/full")).collect();
     assert_eq!(
-        told,
+        messages,
         ["cannot write /dev/full: No space left on device (os error 28): training continues, but no more metrics \
              are written"]
     );
@@ -405,7 +405,7 @@ fn with_several_ranks_the_last_lines_tell_the_cause() {
     let folder = Folder::new();
     folder.write("odd.json", config(json!({"train_batch_size": 7})).to_string());
     // Both ranks find the mistake at the same time, so the rank that reports it first is random.
-    let any_rank = |told: String| told.replace("rank 1", "rank 0");
+    let any_rank = |text: String| text.replace("rank 1", "rank 0");
     insta::assert_snapshot!(any_rank(folder.mistake_of_two("--ds_config odd.json")), @r#"
     [rank 0] error: odd.json: line 1, column 53: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 7 != 3 (derived) * 1 (derived) * 2; choose a train_batch_size that is a multiple of 2
     [rank 0] error: odd.json: line 1, column 53: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 7 != 3 (derived) * 1 (derived) * 2; choose a train_batch_size that is a multiple of 2

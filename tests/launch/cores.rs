@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Output;
 
 /// Returns the cores on which this process may run.
-fn allowed() -> Vec<usize> {
+fn allowed_cores() -> Vec<usize> {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap();
     let number = |text: &str| text.trim().parse::<usize>().unwrap();
@@ -34,7 +34,7 @@ fn bound_ranks_have_cores_of_their_own_and_as_many_threads() {
     let test = bound_ranks_have_cores_of_their_own_and_as_many_threads;
     let dir = tempfile::tempdir().unwrap();
     let program = program(dir.path(), "show", SHOW);
-    let [first, second, ..] = allowed()[..] else {
+    let [first, second, ..] = allowed_cores()[..] else {
         return skipped(test, "this process may run on only one core");
     };
     let bound = |ranks: &str, list: &str| {
@@ -66,14 +66,14 @@ fn cores_that_cannot_be_had_are_refused_before_anything_starts() {
         assert_eq!((output.status.code(), stdout(&output).as_str()), (Some(2), ""), "{}", stderr(&output));
         assert!(!dir.path().join("started").exists());
         let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
-        let said = stderr(&output).replace(host.trim(), "HOST");
-        let (before, after) = said.split_once("may run on ").unwrap_or((&said, ""));
+        let message = stderr(&output).replace(host.trim(), "HOST");
+        let (before, after) = message.split_once("may run on ").unwrap_or((&message, ""));
         match after.split_once(';') {
             Some((_, rest)) => format!("{before}may run on CORES;{rest}"),
             None => before.to_string(),
         }
     };
-    let first = allowed()[0].to_string();
+    let first = allowed_cores()[0].to_string();
     insta::assert_snapshot!(refusal(&["--bind_core_list", &first], None), @"zerorun: 2 ranks on a host need at least 2 cores to be bound to, but only 1 can be used; give a longer core list, or start fewer ranks");
     insta::assert_snapshot!(refusal(&["--bind_core_list", "50000-50001"], None), @"zerorun: --bind_core_list names core 50000, but zerorun's processes on host HOST may run on CORES; name only these, or start zerorun with more cores (taskset, a container, Slurm)");
     insta::assert_snapshot!(refusal(&[], Some("KMP_AFFINITY")), @"zerorun: KMP_AFFINITY is set, so Intel's OpenMP binds threads to cores of its choice; unset it, or leave out --bind_cores_to_rank");
@@ -96,26 +96,26 @@ fn hosts(dir: &Path, text: &str) -> std::process::Command {
 fn ranks_see_the_gpus_of_their_hosts_slots() {
     let dir = tempfile::tempdir().unwrap();
     let program = program(dir.path(), "show", "echo $LOCAL_RANK of $LOCAL_SIZE: $CUDA_VISIBLE_DEVICES");
-    let here =
+    let on_this_host =
         |filter: &[&str]| lines(&hosts(dir.path(), "localhost slots=4\n").args(filter).arg(&program).output().unwrap());
-    assert_eq!(here(&["--include", "localhost:3,1"]), ["[rank 0] 0 of 2: 1,3", "[rank 1] 1 of 2: 1,3"]);
-    assert_eq!(here(&["--num_gpus", "1"]), ["0 of 1: 0"]);
+    assert_eq!(on_this_host(&["--include", "localhost:3,1"]), ["[rank 0] 0 of 2: 1,3", "[rank 1] 1 of 2: 1,3"]);
+    assert_eq!(on_this_host(&["--num_gpus", "1"]), ["0 of 1: 0"]);
     let mut command = hosts(dir.path(), "localhost slots=2\nfar.invalid slots=3\n");
     let output = command.args(["--include", "far.invalid:0,2@localhost:1"]).arg(&program).output().unwrap();
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
-    let of = |rank: usize, rest: &str| format!("[{} rank {rank}] {rest}", name.trim());
-    assert_eq!(lines(&output), [of(0, "0 of 1: 1"), of(1, "0 of 2: 0,2"), of(2, "1 of 2: 0,2")]);
+    let line_of = |rank: usize, rest: &str| format!("[{} rank {rank}] {rest}", name.trim());
+    assert_eq!(lines(&output), [line_of(0, "0 of 1: 1"), line_of(1, "0 of 2: 0,2"), line_of(2, "1 of 2: 0,2")]);
 }
 
 #[test]
 fn each_host_of_a_hostfile_binds_its_own_ranks() {
     let dir = tempfile::tempdir().unwrap();
     let program = program(dir.path(), "show", SHOW);
-    let core = allowed()[0].to_string();
+    let core = allowed_cores()[0].to_string();
     let mut command = hosts(dir.path(), "localhost slots=1\nfar.invalid slots=1\n");
     command.env("OMP_NUM_THREADS", "5").args(["--bind_cores_to_rank", "--bind_core_list", &core]);
     let output = command.arg(&program).output().unwrap();
-    let ends = format!("] on {core} with 1 1 5");
+    let ending = format!("] on {core} with 1 1 5");
     let lines = lines(&output);
-    assert!(lines.len() == 2 && lines.iter().all(|line| line.ends_with(&ends)), "{lines:?}");
+    assert!(lines.len() == 2 && lines.iter().all(|line| line.ends_with(&ending)), "{lines:?}");
 }

@@ -85,7 +85,7 @@ fn two_ranks(role: &str, folder: &Path) -> Output {
     command.env("LAUNCH_TEST_ROLE", role).env("LAUNCH_TEST_FOLDER", folder).output().unwrap()
 }
 
-fn well(role: &str) -> String {
+fn successful_output(role: &str) -> String {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let output = two_ranks(role, folder.path());
     assert_eq!(output.status.code(), Some(0), "{role}: {}{}", stdout(&output), stderr(&output));
@@ -94,31 +94,31 @@ fn well(role: &str) -> String {
 
 #[test]
 fn an_engine_is_dropped_and_another_made() {
-    well("one after the other");
+    successful_output("one after the other");
 }
 
 #[test]
 fn two_engines_train_side_by_side_and_share_a_folder_of_offloaded_state() {
-    well("side by side");
+    successful_output("side by side");
 }
 
 #[test]
 fn the_error_of_one_engine_reaches_the_other_engines_of_all_ranks_in_words() {
-    let told = well("one fails");
+    let output = successful_output("one fails");
     for rank in 0..2 {
-        let begin = format!("the teacher of rank {rank}: ");
-        let line = told.lines().find_map(|line| line.split_once(&begin)).unwrap_or_else(|| panic!("{told}")).1;
+        let prefix = format!("the teacher of rank {rank}: ");
+        let line = output.lines().find_map(|line| line.split_once(&prefix)).unwrap_or_else(|| panic!("{output}")).1;
         assert!(line.contains("the loss is NaN on rank 1"), "{line}");
     }
 }
 
 #[test]
 fn a_gan_of_two_engines_trains_with_the_same_bits_as_processes_and_as_threads() {
-    let told = well("GAN");
+    let output = successful_output("GAN");
     let threads = threads::run(2, |comm| Gan::new(2, Some(comm))?.train(50)).unwrap();
     for (rank, bits) in threads.into_iter().enumerate() {
-        let begin = format!("bits of rank {rank}: ");
-        let line = told.lines().find_map(|line| line.split_once(&begin)).unwrap().1;
+        let prefix = format!("bits of rank {rank}: ");
+        let line = output.lines().find_map(|line| line.split_once(&prefix)).unwrap().1;
         assert!(line == format!("{:?}", bits.unwrap()), "rank {rank}");
     }
 }

@@ -27,20 +27,22 @@ const LIMIT: Duration = Duration::from_secs(10);
 
 // ---- the training program ---------------------------------------------------------------------------------------
 
-/// A fault on one rank: its kind and its place. It is passed as words in an environment variable.
+/// A fault on one rank: where it occurs, and what the rank does there. It is passed as words in an environment
+/// variable.
 #[derive(Debug, Clone, Copy)]
 struct Fault {
     rank: usize,
     place: &'static str,
     /// The number of times that the rank passes the place before the fault.
     nth: u64,
-    deed: Deed,
+    action: Action,
 }
 
+/// The action of a rank when it reaches its fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Deed {
-    /// Reports that it has reached the place.
-    GoOn,
+enum Action {
+    /// Reports that it has reached the place, and continues.
+    Continue,
     /// Reports that it has reached the place, and makes the others wait for half a second.
     Pause,
     /// Reports that it has reached the place, and stays there forever.
@@ -53,22 +55,23 @@ enum Deed {
 }
 
 const PLACES: [&str; 7] = ["start", "initialize", "forward", "between", "backward", "step", "export"];
-const DEEDS: [Deed; 6] = [Deed::GoOn, Deed::Pause, Deed::Stay, Deed::Panic, Deed::Fail, Deed::Leave];
+const ACTIONS: [Action; 6] =
+    [Action::Continue, Action::Pause, Action::Stay, Action::Panic, Action::Fail, Action::Leave];
 
 impl Fault {
     fn to_words(self) -> String {
-        let Self { rank, place, nth, deed } = self;
-        format!("{rank} {place} {nth} {deed:?}")
+        let Self { rank, place, nth, action } = self;
+        format!("{rank} {place} {nth} {action:?}")
     }
 
     fn from_words(words: &str) -> Self {
         let words: Vec<&str> = words.split(' ').collect();
-        let [rank, place, nth, deed] = words[..] else { panic!("{words:?}") };
+        let [rank, place, nth, action] = words[..] else { panic!("{words:?}") };
         Self {
             rank: rank.parse().unwrap(),
             place: PLACES.into_iter().find(|p| *p == place).unwrap(),
             nth: nth.parse().unwrap(),
-            deed: DEEDS.into_iter().find(|d| format!("{d:?}") == deed).unwrap(),
+            action: ACTIONS.into_iter().find(|d| format!("{d:?}") == action).unwrap(),
         }
     }
 }
@@ -77,26 +80,26 @@ impl Fault {
 struct Plan(Option<Fault>);
 
 impl Plan {
-    fn deed(&self, place: &str, nth: u64) -> Option<Deed> {
-        self.0.filter(|fault| (fault.place, fault.nth) == (place, nth)).map(|fault| fault.deed)
+    fn action(&self, place: &str, nth: u64) -> Option<Action> {
+        self.0.filter(|fault| (fault.place, fault.nth) == (place, nth)).map(|fault| fault.action)
     }
 
     /// Passes a place. Returns `true` if the rank is to leave.
     fn pass(&self, place: &str, nth: u64) -> candle_core::Result<bool> {
-        let Some(deed) = self.deed(place, nth) else { return Ok(false) };
+        let Some(action) = self.action(place, nth) else { return Ok(false) };
         println!("at {place} {nth}");
-        match deed {
-            Deed::GoOn => Ok(false),
-            Deed::Pause => {
+        match action {
+            Action::Continue => Ok(false),
+            Action::Pause => {
                 std::thread::sleep(Duration::from_millis(500));
                 Ok(false)
             }
-            Deed::Stay => loop {
+            Action::Stay => loop {
                 std::thread::sleep(Duration::from_secs(100));
             },
-            Deed::Panic => panic!("on purpose"),
-            Deed::Fail => candle_core::bail!("failed on purpose"),
-            Deed::Leave => Ok(true),
+            Action::Panic => panic!("on purpose"),
+            Action::Fail => candle_core::bail!("failed on purpose"),
+            Action::Leave => Ok(true),
         }
     }
 }
@@ -195,10 +198,10 @@ struct Case {
     backtrace: &'static str,
 }
 
-fn case(rank: usize, place: &'static str, nth: u64, deed: Deed) -> Case {
+fn case(rank: usize, place: &'static str, nth: u64, action: Action) -> Case {
     // The stage varies from case to case.
     let stage = ((rank + nth as usize) % 4) as u8;
-    Case { fault: Fault { rank, place, nth, deed }, stage, steps: 6, timeout: "60s", linger_ms: 0, backtrace: "0" }
+    Case { fault: Fault { rank, place, nth, action }, stage, steps: 6, timeout: "60s", linger_ms: 0, backtrace: "0" }
 }
 
 /// A run in progress.
@@ -266,7 +269,7 @@ impl Run {
     }
 
     /// Waits for the end of all processes and checks what must hold after every fault.
-    fn end(mut self) -> Ended {
+    fn end(mut self) -> Outcome {
         self.read_until(None);
         let status = self.zerorun.wait().unwrap();
         let errors = self.errors.join().unwrap();
@@ -280,30 +283,30 @@ impl Run {
         let exported = names_in(&self.dir.path().join("out"));
         let complete = self.dir.path().join("out/model.safetensors");
         assert!(exported.iter().all(|path| *path == complete), "left next to the exported file: {exported:?}");
-        Ended { rank: self.case.fault.rank, status, errors }
+        Outcome { rank: self.case.fault.rank, status, errors }
     }
 }
 
 /// The outcome of a run.
-struct Ended {
+struct Outcome {
     /// The rank with the fault.
     rank: usize,
     status: ExitStatus,
     errors: String,
 }
 
-impl Ended {
-    /// Checks that each of the other ranks reported `what` and was not stopped, and that `zerorun` ended with `code`
-    /// and blamed the right rank for `deed`.
-    fn check(&self, what: &str, code: i32, deed: &str) {
+impl Outcome {
+    /// Checks that each of the other ranks reported `message` and was not stopped, and that `zerorun` ended with `code`
+    /// and blamed the right rank for `cause`.
+    fn check(&self, message: &str, code: i32, cause: &str) {
         let Self { rank: culprit, status, errors } = self;
         for rank in (0..RANKS).filter(|rank| rank != culprit) {
-            let own =
-                |line: &&str| line.strip_prefix(&format!("[rank {rank}] error: ")).is_some_and(|e| e.contains(what));
-            assert!(errors.lines().any(|line| own(&line)), "rank {rank} did not report `{what}`:\n{errors}");
+            let reports =
+                |line: &&str| line.strip_prefix(&format!("[rank {rank}] error: ")).is_some_and(|e| e.contains(message));
+            assert!(errors.lines().any(|line| reports(&line)), "rank {rank} did not report `{message}`:\n{errors}");
         }
         let report = errors.split_once("zerorun: rank ").unwrap_or_else(|| panic!("{errors}")).1;
-        assert!(report.starts_with(&format!("{culprit} failed first: {deed}")), "{errors}");
+        assert!(report.starts_with(&format!("{culprit} failed first: {cause}")), "{errors}");
         let others = ["ranks 1-3", "ranks 0, 2-3", "ranks 0-1, 3", "ranks 0-2"][*culprit];
         assert!(report.contains(&format!("zerorun:   {others}: exit code 1, not stopped by zerorun\n")), "{errors}");
         assert_eq!(status.code(), Some(code), "{errors}");
@@ -318,23 +321,23 @@ fn killed(case: Case, delay_ms: u64) {
     let at = Instant::now();
     let ended = run.end();
     assert!(at.elapsed() < LIMIT, "{:?}", at.elapsed());
-    let what = format!("rank {} died (its process was killed by SIGKILL (9))", case.fault.rank);
-    ended.check(&what, 137, "it was killed by SIGKILL (9)");
+    let message = format!("rank {} died (its process was killed by SIGKILL (9))", case.fault.rank);
+    ended.check(&message, 137, "it was killed by SIGKILL (9)");
 }
 
 #[test]
 fn a_rank_that_is_killed_is_named_by_all_others_within_seconds() {
-    killed(case(1, "start", 0, Deed::Stay), 0);
-    killed(case(3, "initialize", 0, Deed::Stay), 10);
-    killed(Case { steps: 1000, ..case(2, "initialize", 0, Deed::GoOn) }, 1);
-    killed(case(0, "forward", 3, Deed::Stay), 5);
-    killed(case(2, "between", 1, Deed::Stay), 0);
+    killed(case(1, "start", 0, Action::Stay), 0);
+    killed(case(3, "initialize", 0, Action::Stay), 10);
+    killed(Case { steps: 1000, ..case(2, "initialize", 0, Action::Continue) }, 1);
+    killed(case(0, "forward", 3, Action::Stay), 5);
+    killed(case(2, "between", 1, Action::Stay), 0);
     // In the next four cases, the rank is killed at an arbitrary point while training is running.
-    killed(Case { steps: 1000, ..case(1, "step", 3, Deed::GoOn) }, 0);
-    killed(Case { steps: 1000, ..case(3, "step", 2, Deed::GoOn) }, 4);
-    killed(Case { steps: 1000, ..case(2, "step", 0, Deed::GoOn) }, 9);
-    killed(Case { steps: 1000, ..case(0, "step", 3, Deed::GoOn) }, 17);
-    killed(case(1, "export", 2, Deed::Stay), 0);
+    killed(Case { steps: 1000, ..case(1, "step", 3, Action::Continue) }, 0);
+    killed(Case { steps: 1000, ..case(3, "step", 2, Action::Continue) }, 4);
+    killed(Case { steps: 1000, ..case(2, "step", 0, Action::Continue) }, 9);
+    killed(Case { steps: 1000, ..case(0, "step", 3, Action::Continue) }, 17);
+    killed(case(1, "export", 2, Action::Stay), 0);
 }
 
 #[test]
@@ -351,13 +354,13 @@ fn a_rank_that_panics_is_named_by_all_others_within_seconds() {
         (3, "step", 0),
         (2, "export", 1),
     ] {
-        let mut run = Run::start(case(rank, place, nth, Deed::Panic));
+        let mut run = Run::start(case(rank, place, nth, Action::Panic));
         run.wait_for_the_place();
         let at = Instant::now();
         let ended = run.end();
         assert!(at.elapsed() < LIMIT, "{:?}", at.elapsed());
-        let what = format!("rank {rank} stopped (it panicked; see its own output)");
-        ended.check(&what, 101, "it ended with exit code 101");
+        let message = format!("rank {rank} stopped (it panicked; see its own output)");
+        ended.check(&message, 101, "it ended with exit code 101");
         assert!(ended.errors.contains("\nzerorun:   | on purpose\n"), "{}", ended.errors);
     }
 }
@@ -376,13 +379,13 @@ fn a_rank_that_leaves_early_is_named_by_all_others_and_its_exit_code_0_does_not_
         (3, "between", 5),
         (0, "between", 5),
     ] {
-        let mut run = Run::start(case(rank, place, nth, Deed::Leave));
+        let mut run = Run::start(case(rank, place, nth, Action::Leave));
         run.wait_for_the_place();
         let at = Instant::now();
         let ended = run.end();
         assert!(at.elapsed() < LIMIT, "{:?}", at.elapsed());
-        let deed = "it left the job while other ranks needed it, and ended with exit code 0";
-        ended.check(&format!("rank {rank} left the job"), 1, deed);
+        let cause = "it left the job while other ranks needed it, and ended with exit code 0";
+        ended.check(&format!("rank {rank} left the job"), 1, cause);
     }
 }
 
@@ -390,47 +393,47 @@ fn a_rank_that_leaves_early_is_named_by_all_others_and_its_exit_code_0_does_not_
 fn a_rank_that_fails_and_lingers_is_blamed_although_the_others_end_first() {
     // If a method of the engine returns an error, the engine informs the other ranks. The rank's process ends a second
     // later, or never.
-    let slow = Case { linger_ms: 1000, ..case(3, "forward", 1, Deed::Fail) };
+    let slow = Case { linger_ms: 1000, ..case(3, "forward", 1, Action::Fail) };
     // Candle adds a backtrace to its messages. The messages of the other ranks stay readable.
     let ended = Run::start(Case { backtrace: "1", ..slow }).end();
     ended.check("rank 3 stopped (failed on purpose)", 7, "it ended with exit code 7");
     let report = "\nzerorun:   | error: failed on purpose\nzerorun:   ranks 0-2: exit code 1, not stopped by zerorun";
     assert!(ended.errors.contains(report), "{}", ended.errors);
-    let never = Case { linger_ms: 100_000, ..case(0, "backward", 1, Deed::Fail) };
+    let never = Case { linger_ms: 100_000, ..case(0, "backward", 1, Action::Fail) };
     let ended = Run::start(never).end();
     ended.check("rank 0 stopped (failed on purpose)", 1, "it gave up after an error, and was stopped by zerorun");
     // An error in the program itself, which the engine does not notice: the engine is dropped, and the process ends
     // later. Until then, another engine might be created.
-    let unseen = Case { linger_ms: 500, ..case(1, "between", 2, Deed::Fail) };
+    let unseen = Case { linger_ms: 500, ..case(1, "between", 2, Action::Fail) };
     Run::start(unseen).end().check("rank 1 died (its process ended with exit code 7)", 7, "it ended with exit code 7");
 }
 
 #[test]
 fn a_rank_that_is_stopped_is_named_when_its_heart_has_been_silent_for_eight_seconds() {
-    let mut run = Run::start(Case { steps: 1000, ..case(2, "step", 1, Deed::GoOn) });
+    let mut run = Run::start(Case { steps: 1000, ..case(2, "step", 1, Action::Continue) });
     let pid = run.wait_for_the_place();
     kill_process(pid, Signal::STOP).unwrap();
     let at = Instant::now();
     let ended = run.end();
     assert!(at.elapsed() > Duration::from_secs(8) && at.elapsed() < Duration::from_secs(16), "{:?}", at.elapsed());
-    let deed = "it was unresponsive for too long, and was stopped by zerorun with SIGTERM";
-    ended.check("rank 2 did not respond for 8 s", 1, deed);
+    let cause = "it was unresponsive for too long, and was stopped by zerorun with SIGTERM";
+    ended.check("rank 2 did not respond for 8 s", 1, cause);
 }
 
 #[test]
 fn a_rank_that_hangs_in_code_of_the_script_is_a_timeout_that_names_it() {
-    let mut run = Run::start(Case { timeout: "3s", ..case(1, "between", 1, Deed::Stay) });
+    let mut run = Run::start(Case { timeout: "3s", ..case(1, "between", 1, Action::Stay) });
     run.wait_for_the_place();
     let at = Instant::now();
     let ended = run.end();
     assert!(at.elapsed() > Duration::from_secs(3) && at.elapsed() < LIMIT, "{:?}", at.elapsed());
-    let deed = "other ranks waited for it longer than --timeout, and it was stopped by zerorun with SIGTERM";
-    ended.check("waited 3s for rank 1", 1, deed);
+    let cause = "other ranks waited for it longer than --timeout, and it was stopped by zerorun with SIGTERM";
+    ended.check("waited 3s for rank 1", 1, cause);
 }
 
 #[test]
 fn a_job_that_was_suspended_for_longer_than_a_heartbeat_may_be_silent_goes_on() {
-    let mut run = Run::start(Case { timeout: "5s", ..case(3, "between", 1, Deed::Pause) });
+    let mut run = Run::start(Case { timeout: "5s", ..case(3, "between", 1, Action::Pause) });
     run.wait_for_the_place();
     // The other ranks have begun to wait for this rank.
     std::thread::sleep(Duration::from_millis(200));

@@ -30,9 +30,9 @@ fn files(out: &Path) -> BTreeMap<String, Vec<u8>> {
 }
 
 fn succeeded(output: &Output) -> String {
-    let told = format!("{}{}", stdout(output), stderr(output));
-    assert!(output.status.success(), "{told}");
-    told
+    let output_text = format!("{}{}", stdout(output), stderr(output));
+    assert!(output.status.success(), "{output_text}");
+    output_text
 }
 
 /// Writes a hostfile with two ranks on each host.
@@ -42,7 +42,7 @@ fn hostfile(folder: &Path) -> std::path::PathBuf {
     file
 }
 
-/// Returns `zerorun` on the first host, with a program in place of ssh.
+/// Returns a command that runs `zerorun` on the first host, with a program in place of ssh.
 fn first_host(hosts: &Hosts) -> Command {
     let mut command = hosts.on(0, 200).unwrap();
     command.arg("env").arg(format!("ZERORUN_RSH={}", hosts.reach().display())).arg(LAUNCHER);
@@ -76,9 +76,9 @@ fn an_adapter_of_two_hosts_has_the_bytes_of_one_host_and_the_choice_has_its_reas
     let hostfile = hostfile(folder.path());
     let mut command = first_host(&hosts);
     finetune(&mut command, &at("by-ssh"), &["--hostfile", hostfile.to_str().unwrap()]);
-    let told = succeeded(&command.output().unwrap());
-    assert!(files(&at("by-ssh")) == expected, "{told}");
-    let chosen = told.lines().find(|line| line.contains("chosen for the available memory")).unwrap();
+    let log = succeeded(&command.output().unwrap());
+    assert!(files(&at("by-ssh")) == expected, "{log}");
+    let chosen = log.lines().find(|line| line.contains("chosen for the available memory")).unwrap();
     for part in [
         "of the 2 hosts",
         "at the measured",
@@ -93,8 +93,8 @@ fn an_adapter_of_two_hosts_has_the_bytes_of_one_host_and_the_choice_has_its_reas
         let mut command = first_host(&hosts);
         let flags = ["--hostfile", hostfile.to_str().unwrap(), "--ds_config", &config];
         finetune(&mut command, &at(name), &flags);
-        let told = succeeded(&command.output().unwrap());
-        assert!(files(&at(name)) == expected, "{name}: {told}");
+        let log = succeeded(&command.output().unwrap());
+        assert!(files(&at(name)) == expected, "{name}: {log}");
     }
 
     // A pipeline across the hosts has the same bits as one rank, and two pipelines have the same bits as two ranks.
@@ -106,9 +106,9 @@ fn an_adapter_of_two_hosts_has_the_bytes_of_one_host_and_the_choice_has_its_reas
         let mut command = first_host(&hosts);
         let flags = ["--hostfile", hostfile.to_str().unwrap(), "--pipeline", pipeline];
         finetune(&mut command, &divided, &flags);
-        let told = succeeded(&command.output().unwrap());
-        assert!(files(&divided) == files(&one), "{pipeline}: {told}");
-        let chosen = told.lines().find(|line| line.contains("chosen for the available memory")).unwrap();
+        let log = succeeded(&command.output().unwrap());
+        assert!(files(&divided) == files(&one), "{pipeline}: {log}");
+        let chosen = log.lines().find(|line| line.contains("chosen for the available memory")).unwrap();
         for part in [&format!("a pipeline of {pipeline} ranks"), "each of the 2 hosts receives only activations"] {
             assert!(chosen.contains(part), "{part}: {chosen}");
         }
@@ -119,9 +119,9 @@ fn an_adapter_of_two_hosts_has_the_bytes_of_one_host_and_the_choice_has_its_reas
     let launchers = ["0", "1"].map(|node| {
         let mut command = hosts.on(usize::from(node == "1"), 200).unwrap();
         command.arg(LAUNCHER);
-        let place =
+        let node_flags =
             ["--nnodes", "2", "--node_rank", node, "--master_addr", "10.77.0.1", "--master_port", &port, "-n", "2"];
-        finetune(&mut command, &at("nodes"), &place);
+        finetune(&mut command, &at("nodes"), &node_flags);
         start(&mut command)
     });
     for launcher in launchers {
@@ -147,8 +147,8 @@ fn mpirun_starts_the_ranks_of_a_fine_tuning_with_both_libraries() {
         let words = hosts.options(mpi).unwrap().join(" ");
         let flags = ["--hostfile", hostfile.to_str().unwrap(), "--launcher", name, "--launcher_args", &words];
         finetune(&mut command, &at(name), &flags);
-        let told = succeeded(&command.output().unwrap());
-        assert!(files(&at(name)) == files(&at("one")), "{name}: {told}");
+        let log = succeeded(&command.output().unwrap());
+        assert!(files(&at(name)) == files(&at("one")), "{name}: {log}");
     });
 }
 

@@ -32,13 +32,13 @@ pub fn hosts<T: Fn()>(test: T) -> Option<Hosts> {
 
 /// Calls `f` with each MPI library that was fetched.
 pub fn with_each<T: Fn() + Copy>(test: T, mut f: impl FnMut(Mpi)) {
-    let there: Vec<Mpi> = Mpi::ALL.into_iter().filter(|mpi| mpi.folder().is_some()).collect();
-    match there.len() {
+    let available: Vec<Mpi> = Mpi::ALL.into_iter().filter(|mpi| mpi.folder().is_some()).collect();
+    match available.len() {
         2 => {}
         0 => skipped(test, "no MPI library; scripts/fetch_mpi.sh fetches two"),
-        _ => skipped_in_part(test, format!("only the MPI library {there:?}; scripts/fetch_mpi.sh fetches two")),
+        _ => skipped_in_part(test, format!("only the MPI library {available:?}; scripts/fetch_mpi.sh fetches two")),
     }
-    there.into_iter().for_each(&mut f);
+    available.into_iter().for_each(&mut f);
 }
 
 /// Returns the losses and gradient norms of the steps, as text from the metrics file.
@@ -193,16 +193,16 @@ fn what_is_compressed_between_hosts_alone_crosses_once_a_host_with_the_same_bits
                     keys["mics_shard_size"] = ranks.into();
                 }
                 let config = compressed(stage, &keys, folder.path(), "compressed");
-                let what = format!("{mpi:?}, stage {stage}, {keys}");
+                let case = format!("{mpi:?}, stage {stage}, {keys}");
                 let metrics = folder.path().join(format!("{mpi:?}-{stage}-{in_16_bits}-{groups:?}.jsonl"));
                 let steps = train_by(hosts.mpirun(mpi, TWO_AND_TWO).unwrap(), &train_gpt, &config, &metrics);
-                assert_ne!(steps, exact, "{what}");
+                assert_ne!(steps, exact, "{case}");
                 for (found, exact) in steps.iter().zip(&exact) {
                     let [loss, exact] = [&found[0], &exact[0]].map(|text| number(text));
-                    assert!((loss - exact).abs() < 2e-3 * exact, "{what}: {loss} {exact}");
+                    assert!((loss - exact).abs() < 2e-3 * exact, "{case}: {loss} {exact}");
                 }
                 match &first {
-                    Some(first) if groups.is_none() => assert_eq!(steps, *first, "{what}"),
+                    Some(first) if groups.is_none() => assert_eq!(steps, *first, "{case}"),
                     Some(_) => {}
                     None => first = Some(steps),
                 }
@@ -212,13 +212,13 @@ fn what_is_compressed_between_hosts_alone_crosses_once_a_host_with_the_same_bits
                 let sums = if stage == 0 || groups.is_some() { reduced / 4 * 4 } else { 0 };
                 // The other host sends its sum of one of the four chunks.
                 let codes = if in_16_bits { reduced / 4 * 2 } else { bytes - sums };
-                assert_eq!(bytes, codes + sums, "{what}");
+                assert_eq!(bytes, codes + sums, "{case}");
                 // The codes take half a byte per element and four bytes per block of 128 elements. The last block of a
                 // bucket may be partly filled.
                 let blocks = (codes - if in_16_bits { codes } else { reduced / 4 / 2 }).div_ceil(4);
-                assert!(in_16_bits || (0..reduced / 400).contains(&(blocks - reduced / 4 / 128)), "{what}: {blocks}");
+                assert!(in_16_bits || (0..reduced / 400).contains(&(blocks - reduced / 4 / 128)), "{case}: {blocks}");
                 if groups.is_none() {
-                    assert_eq!(2 * bytes, 3 * estimated(&config, kind), "two ranks, three steps: {what}");
+                    assert_eq!(2 * bytes, 3 * estimated(&config, kind), "two ranks, three steps: {case}");
                 }
             }
         });
@@ -230,7 +230,7 @@ fn weights_compressed_between_hosts_alone_cross_as_int8_and_on_one_host_nothing_
     let test = weights_compressed_between_hosts_alone_cross_as_int8_and_on_one_host_nothing_is_compressed;
     let Some(hosts) = hosts(test) else { return };
     let (folder, train_gpt) = (tempfile::tempdir().unwrap(), example("train_gpt"));
-    let alone = |config: &str, name: &str| {
+    let on_one_host = |config: &str, name: &str| {
         let (mut one, metrics) = (zerorun(), folder.path().join(name));
         one.args(["-n", "4"]).arg(&train_gpt);
         one.args(["--model", "nano", "--steps", "3", "--sample", "0", "--ds_config", config, "--metrics"])
@@ -240,17 +240,17 @@ fn weights_compressed_between_hosts_alone_cross_as_int8_and_on_one_host_nothing_
         (steps(&metrics), stdout(&output) + &stderr(&output))
     };
     let both = json!({"zero_quantized_weights": true, "zero_quantized_gradients": true});
-    let (exact, _) = alone(&config(3), "exact.jsonl");
+    let (exact, _) = on_one_host(&config(3), "exact.jsonl");
     let key = compressed(3, &both, folder.path(), "both");
     let everywhere = folder.path().join("everywhere.json");
     let without_key = std::fs::read_to_string(&key).unwrap().replace("\"compress_between_hosts_only\":true,", "");
     assert!(!without_key.contains("between_hosts"), "{without_key}");
     std::fs::write(&everywhere, without_key).unwrap();
     let everywhere = everywhere.to_str().unwrap();
-    let (same, said) = alone(&key, "key.jsonl");
+    let (same, log) = on_one_host(&key, "key.jsonl");
     assert_eq!(same, exact);
     let note = "compress_between_hosts_only: all ranks are on one host, so nothing is compressed";
-    assert_eq!(said.matches(note).count(), 1, "{said}");
+    assert_eq!(log.matches(note).count(), 1, "{log}");
     let keys = json!({"zero_hpz_partition_size": 2, "zero_quantized_weights": true, "zero_quantized_gradients": true});
     let with_copy = compressed(3, &keys, folder.path(), "copy");
     let keys = json!({"mics_shard_size": 2, "zero_quantized_weights": true});
@@ -336,8 +336,8 @@ fn mpirun_starts_the_ranks_of_a_hostfile_if_it_is_asked_to() {
     with_each(test, |mpi| {
         let name = launcher(mpi);
         assert_eq!(train(start(mpi, name), &train_gpt, 3, folder.path(), name), expected, "{mpi:?}");
-        // The following are checked: an environment variable on the other host, the working directory, and the exit
-        // code of a rank.
+        // This program checks an environment variable on the other host, the working directory, and the exit code of a
+        // rank.
         let script = program(folder.path(), "rank", "echo \"$(hostname) $PWD $CANDLE_ZERO_X $1\"; sleep 2; exit 7");
         let mut command = start(mpi, name);
         command
@@ -345,34 +345,34 @@ fn mpirun_starts_the_ranks_of_a_hostfile_if_it_is_asked_to() {
             .current_dir(folder.path())
             .args([script.as_os_str(), "it's".as_ref()]);
         let output = command.output().unwrap();
-        let said = stdout(&output);
+        let printed = stdout(&output);
         for host in hosts.names() {
             let line = format!("{host} {} two words it's", folder.path().display());
-            assert!(said.contains(&line), "{mpi:?}: {said} {}", stderr(&output));
+            assert!(printed.contains(&line), "{mpi:?}: {printed} {}", stderr(&output));
         }
         assert_eq!(output.status.code(), Some(7), "{mpi:?}: {}", stderr(&output));
         let other = if mpi == Mpi::OpenMpi { "mpich" } else { "openmpi" };
         let output = start(mpi, other).arg(&script).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{mpi:?}");
-        let told = stderr(&output);
-        assert!(told.contains(&format!("--launcher {other} needs that library's mpirun on the PATH")), "{told}");
+        let errors = stderr(&output);
+        assert!(errors.contains(&format!("--launcher {other} needs that library's mpirun on the PATH")), "{errors}");
     });
-    let mut without = Command::new(crate::support::processes::launcher());
-    without.env("PATH", "/no/such").arg("--hostfile").arg(&file).args(["--num_nodes", "2", "--launcher", "openmpi"]);
-    let told = stderr(&without.arg(&train_gpt).output().unwrap());
-    insta::assert_snapshot!(told.trim_end(), @"zerorun: --launcher openmpi needs that library's mpirun on the PATH: No such file or directory (os error 2); install it, put its folder first in PATH, or give another --launcher");
+    let mut no_mpirun = Command::new(crate::support::processes::launcher());
+    no_mpirun.env("PATH", "/no/such").arg("--hostfile").arg(&file).args(["--num_nodes", "2", "--launcher", "openmpi"]);
+    let errors = stderr(&no_mpirun.arg(&train_gpt).output().unwrap());
+    insta::assert_snapshot!(errors.trim_end(), @"zerorun: --launcher openmpi needs that library's mpirun on the PATH: No such file or directory (os error 2); install it, put its folder first in PATH, or give another --launcher");
 }
 
 #[test]
 fn ranks_of_one_host_are_joined_by_mpi_if_that_is_asked_for() {
     let test = ranks_of_one_host_are_joined_by_mpi_if_that_is_asked_for;
-    let mut without = zerorun();
-    without.args(["-n", "2", "--backend", "mpi", "--"]).arg(std::env::current_exe().unwrap());
-    without.args(as_program(module_path!(), "as_a_rank")).env(ROLE, "leaves");
-    let told = stdout(&without.env("CANDLE_ZERO_MPI_LIBRARY", "/no/such/libmpi.so").output().unwrap());
+    let mut without_library = zerorun();
+    without_library.args(["-n", "2", "--backend", "mpi", "--"]).arg(std::env::current_exe().unwrap());
+    without_library.args(as_program(module_path!(), "as_a_rank")).env(ROLE, "leaves");
+    let report = stdout(&without_library.env("CANDLE_ZERO_MPI_LIBRARY", "/no/such/libmpi.so").output().unwrap());
     assert!(
-        told.contains("rank reports: ") && told.contains("/no/such/libmpi.so from CANDLE_ZERO_MPI_LIBRARY"),
-        "{told}"
+        report.contains("rank reports: ") && report.contains("/no/such/libmpi.so from CANDLE_ZERO_MPI_LIBRARY"),
+        "{report}"
     );
     let Some(library) = Mpi::Mpich.library() else {
         return skipped_in_part(test, "no MPICH; scripts/fetch_mpi.sh fetches it");
@@ -393,11 +393,11 @@ fn ranks_of_one_host_are_joined_by_mpi_if_that_is_asked_for() {
         .args(as_program(module_path!(), "as_a_rank"))
         .env(ROLE, format!("maps {}", folder.path().join("once").display()));
     let output = loads.output().unwrap();
-    let said = stdout(&output);
-    assert!(output.status.success() && stderr(&output).contains("restart 1 of 1"), "{said} {}", stderr(&output));
+    let printed = stdout(&output);
+    assert!(output.status.success() && stderr(&output).contains("restart 1 of 1"), "{printed} {}", stderr(&output));
     for rank in 0..2 {
-        let line = said.lines().find(|line| line.contains(&format!("rank {rank} of 2 has loaded libmpi.so.12")));
-        assert!(line.is_some_and(|line| line.starts_with(&format!("[rank {rank}] "))), "{said}");
+        let line = printed.lines().find(|line| line.contains(&format!("rank {rank} of 2 has loaded libmpi.so.12")));
+        assert!(line.is_some_and(|line| line.starts_with(&format!("[rank {rank}] "))), "{printed}");
     }
 }
 
@@ -413,9 +413,9 @@ fn a_launcher_that_mpirun_starts_on_each_host_knows_its_place() {
         start.args([env!("CARGO_BIN_EXE_zerorun"), "--nnodes", "auto", "--master_addr", "127.0.0.1"]);
         start.args(["--master_port", &port, "--timeout", "60s", "--"]);
         let output = in_role(start, "raw 1 1");
-        let said = stdout(&output);
-        let right = said.matches("has the same bits").count();
-        assert!(output.status.success() && right == 2, "{mpi:?}: {said} {}", stderr(&output));
+        let printed = stdout(&output);
+        let count = printed.matches("has the same bits").count();
+        assert!(output.status.success() && count == 2, "{mpi:?}: {printed} {}", stderr(&output));
     });
 }
 
@@ -445,8 +445,8 @@ fn data(rank: usize, len: usize, dtype: DType) -> Flat {
 /// differ only in their names. The program and its arguments are appended. Returns `None` if names cannot be set, or if
 /// the MPI library is missing.
 fn named_hosts(mpi: Mpi, ranks: &[usize]) -> Option<Command> {
-    let given = Command::new("unshare").args(["-u", "true"]).output();
-    if !given.is_ok_and(|output| output.status.success()) {
+    let probe = Command::new("unshare").args(["-u", "true"]).output();
+    if !probe.is_ok_and(|output| output.status.success()) {
         return None;
     }
     let ends: Vec<String> = (1..=ranks.len()).map(|hosts| ranks[..hosts].iter().sum::<usize>().to_string()).collect();
@@ -514,7 +514,7 @@ fn crossed(code: InterHostFormat, values: &Flat) -> Flat {
 }
 
 /// Adds parts in their order, in f32.
-fn added<'a>(parts: impl Iterator<Item = FlatRef<'a>>) -> Flat {
+fn add_in_order<'a>(parts: impl Iterator<Item = FlatRef<'a>>) -> Flat {
     let add = |sum: Option<Flat>, part: FlatRef<'a>| match sum {
         None => {
             let mut sum = Flat::zeros(DType::F32, part.len());
@@ -539,12 +539,12 @@ fn sum_of_hosts(code: InterHostFormat, counts: &[usize], parts: &[Flat], owner: 
         .map(|count| {
             let ranks = first..first + count;
             first += count;
-            let sum = added(ranks.clone().map(|rank| parts[rank].slice(owner * chunk..(owner + 1) * chunk)));
+            let sum = add_in_order(ranks.clone().map(|rank| parts[rank].slice(owner * chunk..(owner + 1) * chunk)));
             if ranks.contains(&owner) { sum } else { crossed(code, &sum) }
         })
         .collect();
     let mut rounded = Flat::zeros(dtype, chunk);
-    rounded.as_mut().copy_cast(added(sums.iter().map(Flat::as_ref)).as_ref());
+    rounded.as_mut().copy_cast(add_in_order(sums.iter().map(Flat::as_ref)).as_ref());
     rounded
 }
 
@@ -560,40 +560,40 @@ fn compare_with_sums_of_hosts(comm: &dyn Communicator, counts: &[usize]) {
     ]);
     for (dtype, code) in codes {
         for n in [0, 1, 5, 999, 70_001, 400_000] {
-            let (wire, what) =
+            let (wire, case) =
                 (WireFormat::BetweenHosts(code), format!("rank {rank} of {counts:?}: {n} {dtype:?} {code:?}"));
             let before = comm.report();
             let reduced = comm.reduce_scatter_as(wire, data(rank, n * world, dtype), 1);
             let whole = comm.all_reduce_as(wire, data(rank, n + 1, dtype), 2);
             let gathered = comm.all_gather_as(wire, data(rank, n, dtype), 3);
             let parts: Vec<Flat> = (0..world).map(|r| data(r, n * world, dtype)).collect();
-            assert!(reduced.wait().unwrap() == sum_of_hosts(code, counts, &parts, rank), "{what}");
+            assert!(reduced.wait().unwrap() == sum_of_hosts(code, counts, &parts, rank), "{case}");
             // Codes arrive once from each of the other hosts.
             let (report, kind) = (comm.report(), CollectiveKind::ReduceScatter);
-            let taken =
+            let increase =
                 |of: fn(&comm::CollectiveKindReport) -> u64| (of(&report.kind(kind)) - of(&before.kind(kind))) as usize;
             let bytes = match code {
                 InterHostFormat::Blocks(ints) => ints.encoded_len(n),
                 _ => 2 * n,
             };
             let others = counts.len() - 1;
-            assert_eq!(taken(|k| k.between_hosts_bytes), others * bytes, "{what}");
+            assert_eq!(increase(|k| k.between_hosts_bytes), others * bytes, "{case}");
             let saved = others as i64 * (4 * n as i64 - bytes as i64);
-            assert_eq!(taken(|k| k.exact_bytes) as i64 - taken(|k| k.wire_bytes) as i64, saved, "{what}");
+            assert_eq!(increase(|k| k.exact_bytes) as i64 - increase(|k| k.wire_bytes) as i64, saved, "{case}");
             let mut parts: Vec<Flat> = (0..world).map(|r| data(r, n + 1, dtype)).collect();
             let padded = (n + 1).next_multiple_of(world);
             parts.iter_mut().for_each(|part| part.extend_zeros(padded - n - 1));
             let mut sums = Flat::zeros(dtype, 0);
             (0..world).for_each(|owner| sums.extend_cast(sum_of_hosts(code, counts, &parts, owner).as_ref()));
             sums.truncate(n + 1);
-            assert!(whole.wait().unwrap() == sums, "{what}");
+            assert!(whole.wait().unwrap() == sums, "{case}");
             let mut shards = Flat::zeros(dtype, 0);
             for r in 0..world {
                 let mut shard = data(r, n, DType::F32);
                 shard.as_mut().copy_cast(data(r, n, dtype).as_ref());
                 shards.extend_cast(if several { crossed(code, &shard) } else { shard }.as_ref());
             }
-            assert!(gathered.wait().unwrap() == shards, "{what}");
+            assert!(gathered.wait().unwrap() == shards, "{case}");
         }
     }
     println!("rank {rank} of {world} has the same bits");
@@ -652,9 +652,9 @@ fn as_a_rank() {
                 (DType::BF16, WireFormat::Blocks(IntFormat::Int4)),
             ] {
                 for n in sizes.iter().copied() {
-                    let here = collectives(&*comm, n, dtype, wire).unwrap();
-                    let there = threads::run(world, |comm| collectives(&*comm, n, dtype, wire)).unwrap().remove(rank);
-                    assert!(here == there.unwrap(), "rank {rank} of {world}: {n} {dtype:?} {wire:?}");
+                    let found = collectives(&*comm, n, dtype, wire).unwrap();
+                    let want = threads::run(world, |comm| collectives(&*comm, n, dtype, wire)).unwrap().remove(rank);
+                    assert!(found == want.unwrap(), "rank {rank} of {world}: {n} {dtype:?} {wire:?}");
                 }
             }
             let counts: Vec<usize> = counts.split(' ').map(|count| count.parse().unwrap()).collect();
@@ -670,9 +670,9 @@ fn as_a_rank() {
         ("groups", counts) => {
             let counts: Vec<usize> = counts.split(' ').map(|count| count.parse().unwrap()).collect();
             for n in [0, 5, 1_000_003] {
-                let here = messages_and_groups(&*comm, n).unwrap();
-                let there = threads::run(world, |comm| messages_and_groups(&*comm, n)).unwrap().remove(rank);
-                assert!(here == there.unwrap(), "rank {rank} of {counts:?}: {n}");
+                let found = messages_and_groups(&*comm, n).unwrap();
+                let want = threads::run(world, |comm| messages_and_groups(&*comm, n)).unwrap().remove(rank);
+                assert!(found == want.unwrap(), "rank {rank} of {counts:?}: {n}");
             }
             let received = comm.report().kind(CollectiveKind::Receive);
             let host = |rank: usize| (0..).find(|host| rank < counts[..=*host].iter().sum()).unwrap();
@@ -740,8 +740,8 @@ fn as_a_rank() {
 fn compare_with_threads(mpi: Mpi, start: Command, way: &str, ranks: &[usize]) {
     let counts: Vec<String> = ranks.iter().map(usize::to_string).collect();
     let output = in_role(start, &format!("{way} {}", counts.join(" ")));
-    let right = stdout(&output).matches("has the same bits").count();
-    assert!(output.status.success() && right == ranks.iter().sum::<usize>(), "{mpi:?} {ranks:?}: {}", stderr(&output));
+    let count = stdout(&output).matches("has the same bits").count();
+    assert!(output.status.success() && count == ranks.iter().sum::<usize>(), "{mpi:?} {ranks:?}: {}", stderr(&output));
 }
 
 #[test]
@@ -772,8 +772,8 @@ fn messages_and_groups_of_processes_have_the_bits_of_threads() {
     let mut start = zerorun();
     start.args(["-n", "4"]).arg(std::env::current_exe().unwrap()).args(as_program(module_path!(), "as_a_rank"));
     let output = start.env(ROLE, "groups 4").output().unwrap();
-    let right = stdout(&output).matches("has the same bits").count();
-    assert!(output.status.success() && right == 4, "{} {}", stdout(&output), stderr(&output));
+    let count = stdout(&output).matches("has the same bits").count();
+    assert!(output.status.success() && count == 4, "{} {}", stdout(&output), stderr(&output));
 }
 
 #[test]
@@ -797,7 +797,7 @@ fn a_rank_that_waits_for_a_message_of_another_host_is_told_why_it_does_not_come(
             ),
         ] {
             let output = in_role(hosts.mpirun(mpi, TWO_AND_TWO).unwrap(), role);
-            assert!(told_to(0, &output).contains(&words), "{mpi:?} {role}: {} {}", stdout(&output), stderr(&output));
+            assert!(report_of(0, &output).contains(&words), "{mpi:?} {role}: {} {}", stdout(&output), stderr(&output));
             assert!(output.status.code() != Some(124), "{mpi:?} {role}: it hung");
         }
     });
@@ -850,11 +850,11 @@ fn ranks_of_the_other_host_are_told_who_gave_up_left_or_differs() {
                 ("differs", "ranks have diverged".to_string()),
             ] {
                 let output = in_role(hosts.mpirun(mpi, ranks).unwrap(), &format!("{role} {n}"));
-                let said = stdout(&output);
+                let printed = stdout(&output);
                 for rank in 0..ranks[0] {
-                    let line = said.lines().find(|line| line.contains(&format!("rank {rank} reports: ")));
-                    let told = line.is_some_and(|line| line.contains(&words));
-                    assert!(told, "{mpi:?} {ranks:?} {role}: {said} {}", stderr(&output));
+                    let line = printed.lines().find(|line| line.contains(&format!("rank {rank} reports: ")));
+                    let is_told = line.is_some_and(|line| line.contains(&words));
+                    assert!(is_told, "{mpi:?} {ranks:?} {role}: {printed} {}", stderr(&output));
                 }
                 assert!(output.status.code() != Some(124), "{mpi:?} {ranks:?} {role}: it hung");
             }
@@ -889,37 +889,37 @@ fn ranks_under_mpirun_are_told_within_15_s_that_the_cable_is_out_and_end() {
         std::thread::sleep(Duration::from_secs(1));
         job.kill().unwrap();
         job.wait().unwrap();
-        let said = std::fs::read_to_string(&log).unwrap();
+        let printed = std::fs::read_to_string(&log).unwrap();
         hosts.plug(1, true);
         let [_, second] = hosts.names();
         let words = format!("on host {second}: its host is gone: it sent nothing for 8 s");
         for rank in 0..2 {
-            let line = said.lines().find(|line| line.contains(&format!("rank {rank} reports: ")));
-            assert!(line.is_some_and(|line| line.contains(&words)), "{mpi:?}: {said}");
+            let line = printed.lines().find(|line| line.contains(&format!("rank {rank} reports: ")));
+            assert!(line.is_some_and(|line| line.contains(&words)), "{mpi:?}: {printed}");
         }
     });
 }
 
 /// Returns the error message that a rank reports in the complete output.
-fn told_to(rank: usize, output: &Output) -> String {
-    let said = stdout(output);
-    let begin = format!("rank {rank} reports: ");
-    let line = said.lines().find_map(|line| Some(line.split_once(&begin)?.1.to_string()));
-    line.unwrap_or_else(|| panic!("{said}{}", stderr(output)))
+fn report_of(rank: usize, output: &Output) -> String {
+    let printed = stdout(output);
+    let prefix = format!("rank {rank} reports: ");
+    let line = printed.lines().find_map(|line| Some(line.split_once(&prefix)?.1.to_string()));
+    line.unwrap_or_else(|| panic!("{printed}{}", stderr(output)))
 }
 
 #[test]
 fn hosts_with_other_configurations_or_data_are_told_what_differs() {
     let test = hosts_with_other_configurations_or_data_are_told_what_differs;
     let Some(hosts) = hosts(test) else { return };
-    let mut told = Vec::new();
+    let mut reports = Vec::new();
     with_each(test, |mpi| {
         for role in ["configs", "data"] {
             let output = in_role(hosts.mpirun(mpi, [1, 1]).unwrap(), role);
-            told.push((role, told_to(1, &output)));
+            reports.push((role, report_of(1, &output)));
         }
     });
-    for (role, text) in told {
+    for (role, text) in reports {
         let expected = match role {
             "configs" => "gradient_clipping is 2.0 on rank 1 and 1.0 on rank 0",
             _ => "the content of /data/tokens.bin on rank 1 is not that of /data/tokens.bin on rank 0",
@@ -946,30 +946,30 @@ fn hosts_with_other_programs_are_named() {
         start.arg(format!("exec {}/$(hostname) \"$@\"", folder.path().display())).arg("sh");
         let output = start.args(as_program(module_path!(), "as_a_rank")).output().unwrap();
         let [a, b] = hosts.names();
-        let said = stdout(&output);
-        let told = format!("rank reports: hosts {a} and {b} run programs with different contents");
-        assert_eq!(said.matches(&told).count(), 2, "{mpi:?}: {said}{}", stderr(&output));
+        let printed = stdout(&output);
+        let message = format!("rank reports: hosts {a} and {b} run programs with different contents");
+        assert_eq!(printed.matches(&message).count(), 2, "{mpi:?}: {printed}{}", stderr(&output));
     });
 }
 
-/// Builds a stand-in for an MPI library. It has the functions that ranks call first, but connects no ranks. If `what`
+/// Builds a stand-in for an MPI library. It has the functions that ranks call first, but connects no ranks. If `kind`
 /// is `old`, the stand-in represents a version before MPI 3; if it is `one_thread`, the stand-in supports only a single
 /// thread; otherwise, it has all required features.
-fn stand_in(folder: &Path, what: &str) -> std::path::PathBuf {
+fn stand_in(folder: &Path, kind: &str) -> std::path::PathBuf {
     let mut code = String::new();
     let mut function = |name: &str, arguments: &str, body: &str| {
         code += &format!(
             "#[unsafe(no_mangle)] pub unsafe extern \"C\" fn MPI_{name}({arguments}) -> i32 {{ unsafe {{ {body} }} 0 }}\n"
         );
     };
-    let granted = if what == "one_thread" { 0 } else { 3 };
+    let granted = if kind == "one_thread" { 0 } else { 3 };
     function("Init_thread", "_: *mut i32, _: *mut u8, _: i32, granted: *mut i32", &format!("*granted = {granted};"));
     function("Comm_rank", "_: usize, rank: *mut i32", "*rank = 0;");
     function("Comm_size", "_: usize, size: *mut i32", "*size = 1;");
     for name in ["Comm_set_errhandler", "Isend", "Irecv", "Test", "Allgather", "Error_string", "Abort", "Finalize"] {
         function(name, "", "");
     }
-    if what != "old" {
+    if kind != "old" {
         let body = "std::ptr::copy(c\"A stand-in 1.0\".as_ptr().cast(), text, 15); *len = 14;";
         function("Get_library_version", "text: *mut u8, len: *mut i32", body);
     }
@@ -991,8 +991,8 @@ fn with_libraries_of(folder: &Path, command: &mut Command) {
 fn is_reported(folder: &Path) {
     let mut report = zerorun();
     with_libraries_of(folder, report.arg("report"));
-    let said = stdout(&report.output().unwrap());
-    assert!(said.contains("\nmpi          libmpich.so.12 (MPICH Version: "), "{said}");
+    let printed = stdout(&report.output().unwrap());
+    assert!(printed.contains("\nmpi          libmpich.so.12 (MPICH Version: "), "{printed}");
 }
 
 /// Starts two launchers on this machine, like those of two hosts with one rank each, which find libraries in this
@@ -1009,8 +1009,8 @@ fn compare_under_two_launchers(libraries: &Path) {
     });
     for (rank, launcher) in both.into_iter().enumerate() {
         let output = launcher.wait_with_output().unwrap();
-        let right = stdout(&output).contains(&format!("rank {rank} of 2 has the same bits"));
-        assert!(output.status.success() && right, "{path}: {}", stderr(&output));
+        let is_same = stdout(&output).contains(&format!("rank {rank} of 2 has the same bits"));
+        assert!(output.status.success() && is_same, "{path}: {}", stderr(&output));
     }
 }
 
@@ -1040,16 +1040,16 @@ fn mpich_is_found_under_the_name_that_debian_gives_it() {
 #[test]
 fn a_library_that_is_missing_or_not_the_launchers_is_named() {
     let test = a_library_that_is_missing_or_not_the_launchers_is_named;
-    let mut without = Command::new("env");
+    let mut without_library = Command::new("env");
     for (name, value) in [("RANK", "0"), ("SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_SIZE", "2")] {
-        without.arg(format!("OMPI_COMM_WORLD_{name}={value}"));
+        without_library.arg(format!("OMPI_COMM_WORLD_{name}={value}"));
     }
-    without.arg("CANDLE_ZERO_MPI_LIBRARY=/nonexistent/libmpi.so");
-    let told = |output: Output| {
-        let said = stdout(&output);
-        said.lines().find_map(|line| Some(line.split_once("rank reports: ")?.1.to_string())).unwrap_or(stderr(&output))
+    without_library.arg("CANDLE_ZERO_MPI_LIBRARY=/nonexistent/libmpi.so");
+    let report = |output: Output| {
+        let text = stdout(&output);
+        text.lines().find_map(|line| Some(line.split_once("rank reports: ")?.1.to_string())).unwrap_or(stderr(&output))
     };
-    insta::assert_snapshot!(told(in_role(without, "leaves")), @"the ranks were started on several hosts or by an MPI launcher, but no MPI library was found (tried /nonexistent/libmpi.so from CANDLE_ZERO_MPI_LIBRARY (/nonexistent/libmpi.so: cannot open shared object file: No such file or directory)); install MPICH (or, for mpirun only, Open MPI), add its lib folder to LD_LIBRARY_PATH, or set CANDLE_ZERO_MPI_LIBRARY to its file");
+    insta::assert_snapshot!(report(in_role(without_library, "leaves")), @"the ranks were started on several hosts or by an MPI launcher, but no MPI library was found (tried /nonexistent/libmpi.so from CANDLE_ZERO_MPI_LIBRARY (/nonexistent/libmpi.so: cannot open shared object file: No such file or directory)); install MPICH (or, for mpirun only, Open MPI), add its lib folder to LD_LIBRARY_PATH, or set CANDLE_ZERO_MPI_LIBRARY to its file");
     // These files have the names of MPI libraries, but cannot be loaded.
     let folder = tempfile::tempdir().unwrap();
     for name in ["libmpi_abi.so.1", "libmpi.so.12", "libmpich.so.12", "libmpi.so.40"] {
@@ -1058,18 +1058,18 @@ fn a_library_that_is_missing_or_not_the_launchers_is_named() {
     let mut start = Command::new("env");
     start.args(["PMI_RANK=1", "PMI_SIZE=2", "PATH=/usr/bin:/bin"]);
     start.arg(format!("LD_LIBRARY_PATH={}", folder.path().display()));
-    let text = told(in_role(start, "leaves")).replace(&folder.path().display().to_string(), "FOLDER");
+    let text = report(in_role(start, "leaves")).replace(&folder.path().display().to_string(), "FOLDER");
     insta::assert_snapshot!(text, @"the MPI library libmpi_abi.so.1 was found but cannot be loaded (FOLDER/libmpi_abi.so.1: file too short); install its dependencies, or set CANDLE_ZERO_MPI_LIBRARY to another file");
-    for (what, expected) in
+    for (kind, expected) in
         [("old", "MPI_Get_library_version"), ("one_thread", "several threads"), ("whole", "rank 0 of 1")]
     {
         let folder = tempfile::tempdir().unwrap();
-        let library = stand_in(folder.path(), what);
+        let library = stand_in(folder.path(), kind);
         let mut start = Command::new("env");
         start.args(["PMI_RANK=1", "PMI_SIZE=2"]).arg(format!("CANDLE_ZERO_MPI_LIBRARY={}", library.display()));
-        let text = told(in_role(start, "leaves")).replace(&library.display().to_string(), "LIBRARY");
-        assert!(text.contains(expected), "{what}: {text}");
-        match what {
+        let text = report(in_role(start, "leaves")).replace(&library.display().to_string(), "LIBRARY");
+        assert!(text.contains(expected), "{kind}: {text}");
+        match kind {
             "old" => {
                 insta::assert_snapshot!(text, @"LIBRARY has no MPI_Get_library_version: it is not an MPI library that this program can use; use MPICH, Intel MPI, or Open MPI 4 or later")
             }
@@ -1086,7 +1086,7 @@ fn a_library_that_is_missing_or_not_the_launchers_is_named() {
             return skipped_in_part(test, "fewer than two MPI libraries; scripts/fetch_mpi.sh fetches them");
         };
         start.arg("env").arg(format!("CANDLE_ZERO_MPI_LIBRARY={}", library.display()));
-        let text = told(in_role(start, "leaves"));
+        let text = report(in_role(start, "leaves"));
         let words = match launcher {
             Mpi::OpenMpi => {
                 format!("Open MPI's mpirun started the ranks, but the library found is {}", library.display())

@@ -65,10 +65,10 @@ impl Training {
         command
     }
 
-    fn on_one_host(&self, steps_: usize) -> Vec<[String; 2]> {
+    fn on_one_host(&self, count: usize) -> Vec<[String; 2]> {
         let mut one = zerorun();
         one.args(["-n", "4"]);
-        let output = self.of(one, "one", steps_, None).output().unwrap();
+        let output = self.of(one, "one", count, None).output().unwrap();
         assert!(output.status.success(), "{}", stderr(&output));
         steps(&self.metrics("one"))
     }
@@ -79,9 +79,9 @@ pub fn ended(child: Child) -> Output {
 }
 
 /// The processes that are killed when a test ends, even if it fails.
-struct Kills(Vec<i32>);
+struct KillOnDrop(Vec<i32>);
 
-impl Drop for Kills {
+impl Drop for KillOnDrop {
     fn drop(&mut self) {
         for pid in self.0.iter().filter_map(|pid| Pid::from_raw(*pid)) {
             _ = kill_process(pid, Signal::KILL);
@@ -118,16 +118,16 @@ fn hosts_that_save_on_their_own_disks_go_on_together() {
     let test = hosts_that_save_on_their_own_disks_go_on_together;
     let Some(hosts) = cluster(test) else { return };
     let training = Training { on_own_disks: true, ..Training::new() };
-    let at = training.folder.path().join("disks.save");
+    let mount = training.folder.path().join("disks.save");
     let disks = [0, 1].map(|node| training.folder.path().join(format!("disk {node}")));
-    std::fs::create_dir(&at).unwrap();
+    std::fs::create_dir(&mount).unwrap();
     disks.iter().for_each(|disk| std::fs::create_dir(disk).unwrap());
     let run = |until: usize| {
         let both = [0, 1].map(|node| {
             let mut command = hosts.on(node, 110).unwrap();
             // The disk is mounted at the same path on both hosts.
             command.args(["sh", "-c", "mount --bind \"$1\" \"$2\" && shift 2 && exec \"$@\"", "sh"]);
-            command.args([&disks[node], &at]).args([LAUNCHER, "--nnodes", "2", "--node_rank", &node.to_string()]);
+            command.args([&disks[node], &mount]).args([LAUNCHER, "--nnodes", "2", "--node_rank", &node.to_string()]);
             command.args(["--master_addr", "10.77.0.1", "--num_ranks", "2"]);
             start(&mut training.of(command, "disks", until, Some(1)))
         });
@@ -145,7 +145,7 @@ fn hosts_that_save_on_their_own_disks_go_on_together() {
         assert_eq!(ranks, [node == 0, node == 0, node == 1, node == 1]);
     }
     assert_eq!(run(4), expected);
-    assert_eq!(std::fs::read_dir(&at).unwrap().count(), 0);
+    assert_eq!(std::fs::read_dir(&mount).unwrap().count(), 0);
 }
 
 #[test]
@@ -228,16 +228,16 @@ fn a_host_that_is_taken_away_at_random_is_named_on_the_other_within_15_s_and_not
             // Each way occurs once before any is repeated.
             ways = vec![(0, Cut::Cable), (1, Cut::Cable), (0, Cut::Kill), (1, Cut::Kill)];
         }
-        let (gone, way) = ways.swap_remove((random(&mut state) % ways.len() as u64) as usize);
-        let moment = Duration::from_micros(random(&mut state) % 1_900_000);
-        let about = format!("cut {cut} (CANDLE_ZERO_CUTS_SEED={seed}): {way:?} of host {gone} after {moment:?}");
-        println!("{about}");
-        take_away(&hosts, gone, way, moment, &about);
+        let (lost, way) = ways.swap_remove((random(&mut state) % ways.len() as u64) as usize);
+        let delay = Duration::from_micros(random(&mut state) % 1_900_000);
+        let context = format!("cut {cut} (CANDLE_ZERO_CUTS_SEED={seed}): {way:?} of host {lost} after {delay:?}");
+        println!("{context}");
+        take_away(&hosts, lost, way, delay, &context);
     }
 }
 
-/// Removes a host from a job of two hosts, `moment` after the job's second step.
-fn take_away(hosts: &Hosts, gone: usize, way: Cut, moment: Duration, about: &str) {
+/// Removes a host from a job of two hosts, `delay` after the job's second step.
+fn take_away(hosts: &Hosts, lost: usize, way: Cut, delay: Duration, context: &str) {
     let training = Training::new();
     let mut both = [0, 1].map(|node| start(&mut training.of(launcher(hosts, node, ""), "cut", 10_000, None)));
     let began = wait_up_to(Duration::from_secs(100), "the second step", || {
@@ -245,42 +245,42 @@ fn take_away(hosts: &Hosts, gone: usize, way: Cut, moment: Duration, about: &str
         (ended || done(&training.metrics("cut")) > 1).then_some(!ended)
     });
     if !began {
-        let said = both.map(|launcher| stderr(&ended(launcher)));
-        panic!("{about}: a launcher ended before the second step: {said:?}");
+        let errors = both.map(|launcher| stderr(&ended(launcher)));
+        panic!("{context}: a launcher ended before the second step: {errors:?}");
     }
-    std::thread::sleep(moment);
-    let _kills = Kills([ranks(hosts, 0), ranks(hosts, 1)].concat());
+    std::thread::sleep(delay);
+    let _kills = KillOnDrop([ranks(hosts, 0), ranks(hosts, 1)].concat());
     match way {
-        Cut::Cable => hosts.plug(gone, false),
-        Cut::Kill => hosts.kill_all(gone),
+        Cut::Cable => hosts.plug(lost, false),
+        Cut::Kill => hosts.kill_all(lost),
     }
-    let out = Instant::now();
+    let cut_time = Instant::now();
     let outputs = both.map(ended);
-    let took = out.elapsed();
+    let elapsed = cut_time.elapsed();
     if way == Cut::Cable {
-        hosts.plug(gone, true);
+        hosts.plug(lost, true);
     }
-    assert!(took < Duration::from_secs(15), "{about}: {took:?}");
+    assert!(elapsed < Duration::from_secs(15), "{context}: {elapsed:?}");
     let why = match way {
         Cut::Cable => "it sent nothing for 8 s",
         Cut::Kill => "it closed the connection",
     };
     let names = hosts.names();
-    for host in (0..2).filter(|host| way == Cut::Cable || *host != gone) {
-        let said = stderr(&outputs[host]);
-        assert_eq!(outputs[host].status.code(), Some(1), "{about}: {said}");
+    for host in (0..2).filter(|host| way == Cut::Cable || *host != lost) {
+        let errors = stderr(&outputs[host]);
+        assert_eq!(outputs[host].status.code(), Some(1), "{context}: {errors}");
         let [launcher, rank] = match host {
             0 => [format!("zerorun: host {} is gone: {why}", names[1]), "its host is gone".to_string()],
             _ => [format!("zerorun: the first host, 10.77.0.1, is gone: {why}"), "the first host is gone".to_string()],
         };
-        assert!(said.contains(&launcher), "{about}: {said}");
-        let told = said.contains(&format!("on host {}: {rank}", names[1 - host]));
+        assert!(errors.contains(&launcher), "{context}: {errors}");
+        let is_told = errors.contains(&format!("on host {}: {rank}", names[1 - host]));
         // If all connections break at the same time, MPICH over UCX may end ranks with a segmentation fault before
         // they receive the message.
-        assert!(told || way == Cut::Kill, "{about}: the ranks report it too: {said}");
+        assert!(is_told || way == Cut::Kill, "{context}: the ranks report it too: {errors}");
     }
     for host in 0..2 {
-        assert_eq!([ranks(hosts, host), hosts.processes(host, "zerorun")].concat(), [0; 0], "{about}: host {host}");
+        assert_eq!([ranks(hosts, host), hosts.processes(host, "zerorun")].concat(), [0; 0], "{context}: host {host}");
     }
 }
 
@@ -296,7 +296,7 @@ fn a_job_goes_on_without_a_host_that_is_cut_off_and_with_it_when_it_is_back() {
     let metrics = training.metrics("back");
     let limit = Duration::from_secs(100);
     let second = wait_up_to(limit, "the first checkpoint", || (done(&metrics) > EVERY).then(|| ranks(&hosts, 1)));
-    let _kills = Kills([second.clone(), ranks(&hosts, 0)].concat());
+    let _kills = KillOnDrop([second.clone(), ranks(&hosts, 0)].concat());
     hosts.plug(1, false);
     wait_up_to(limit, "the end of the ranks that were cut off", || second.iter().all(|pid| !runs(*pid)).then_some(()));
     let before = done(&metrics);
@@ -310,18 +310,18 @@ fn a_job_goes_on_without_a_host_that_is_cut_off_and_with_it_when_it_is_back() {
         kill_process(Pid::from_raw(pid).unwrap(), Signal::TERM).unwrap();
     }
     let [first, second] = both.map(ended);
-    let said = stderr(&first);
-    assert_eq!([first.status.code(), second.status.code()], [Some(143); 2], "{said}{}", stderr(&second));
+    let errors = stderr(&first);
+    assert_eq!([first.status.code(), second.status.code()], [Some(143); 2], "{errors}{}", stderr(&second));
     let [_, name] = hosts.names();
-    assert!(said.contains(&format!("host {name} is gone: it sent nothing for 8 s; restart 1 of 3")), "{said}");
-    assert!(said.contains("a host is back; the job continues with it"), "{said}");
+    assert!(errors.contains(&format!("host {name} is gone: it sent nothing for 8 s; restart 1 of 3")), "{errors}");
+    assert!(errors.contains("a host is back; the job continues with it"), "{errors}");
     // The steps of two ranks equal those of a job with two ranks that starts from the same checkpoint.
     let lines = stdout(&first);
     let began: Vec<usize> = lines
         .lines()
         .filter_map(|line| line.split_once("continues after step ")?.1.split_once(':')?.0.parse().ok())
         .collect();
-    let [from, to] = began[..] else { panic!("{said}") };
+    let [from, to] = began[..] else { panic!("{errors}") };
     let [saved, small] = ["back", "small"].map(|name| training.folder.path().join(format!("{name}.save")));
     let tag = format!("global_step{from}");
     std::fs::create_dir_all(small.join(&tag)).unwrap();
@@ -337,10 +337,10 @@ fn a_job_goes_on_without_a_host_that_is_cut_off_and_with_it_when_it_is_back() {
     let of_two = steps(&training.metrics("small"));
     assert_eq!(steps(&metrics)[from..to], of_two[..], "from step {from} to {to}");
     // The losses match those of one host only as closely as sums over two ranks match sums over four.
-    let (here, one) = (steps(&metrics), training.on_one_host(10));
-    for (at, (here, one)) in here.iter().zip(&one).enumerate() {
-        let [here, one] = [here, one].map(|[loss, _]| loss.parse::<f64>().unwrap());
-        assert!((here - one).abs() < 1e-3 * one, "step {at}: {here} {one}");
+    let (found, one) = (steps(&metrics), training.on_one_host(10));
+    for (at, (found, one)) in found.iter().zip(&one).enumerate() {
+        let [found, one] = [found, one].map(|[loss, _]| loss.parse::<f64>().unwrap());
+        assert!((found - one).abs() < 1e-3 * one, "step {at}: {found} {one}");
     }
 }
 
@@ -351,7 +351,7 @@ fn a_signal_to_one_launcher_ends_the_ranks_of_both_in_good_order() {
     let training = Training::new();
     let both = [0, 1].map(|node| start(&mut training.of(launcher(&hosts, node, ""), "signal", 10_000, Some(1))));
     wait_up_to(Duration::from_secs(100), "the second step", || (done(&training.metrics("signal")) > 1).then_some(()));
-    let _kills = Kills([ranks(&hosts, 0), ranks(&hosts, 1)].concat());
+    let _kills = KillOnDrop([ranks(&hosts, 0), ranks(&hosts, 1)].concat());
     for pid in hosts.processes(1, "zerorun") {
         kill_process(Pid::from_raw(pid).unwrap(), Signal::TERM).unwrap();
     }
@@ -407,36 +407,36 @@ fn refused(options: &str, args: &str, change: impl Fn(&Path)) -> (String, String
     send(Signal::TERM, &first);
     let first = ended(first);
     assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
-    let about = |line: &&str| line.contains("was refused");
-    (said(&output, port), said(&first, port).lines().filter(about).collect())
+    let is_refusal = |line: &&str| line.contains("was refused");
+    (said(&output, port), said(&first, port).lines().filter(is_refusal).collect())
 }
 
 #[test]
 fn a_host_that_does_not_belong_to_the_job_is_told_why() {
-    let told = |options: &str, args: &str| refused(options, args, |_| {});
-    let (here, first) = told("--nnodes 2 --node_rank 1", ARGS);
-    insta::assert_snapshot!(here, @"zerorun: the first host refused this one: --nnodes is 2 on host NAME and 3 on the first host; give both the same, or, if these are two jobs, give one of them a different --master_port");
+    let messages = |options: &str, args: &str| refused(options, args, |_| {});
+    let (second, first) = messages("--nnodes 2 --node_rank 1", ARGS);
+    insta::assert_snapshot!(second, @"zerorun: the first host refused this one: --nnodes is 2 on host NAME and 3 on the first host; give both the same, or, if these are two jobs, give one of them a different --master_port");
     insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) was refused: --nnodes is 2 on host NAME and 3 on the first host; give both the same, or, if these are two jobs, give one of them a different --master_port");
-    let (here, first) = told("--nnodes 3 --node_rank 0", ARGS);
-    insta::assert_snapshot!(here, @"zerorun: port PORT, where the other hosts connect, cannot be used: Address already in use (os error 98); stop the other job, or give another --master_port");
+    let (second, first) = messages("--nnodes 3 --node_rank 0", ARGS);
+    insta::assert_snapshot!(second, @"zerorun: port PORT, where the other hosts connect, cannot be used: Address already in use (os error 98); stop the other job, or give another --master_port");
     assert_eq!(first, "");
     // The refused host prints its own value, and only a digest of the first host's value.
-    let (here, first) = told("--nnodes 3 --node_rank 1", "--lr 3");
-    insta::assert_snapshot!(here, @"zerorun: the first host refused this one: the script's arguments are `--lr 3` on this host, with digest 727752e9, but those on host NAME have digest 53495c78; give the arguments that the output of host NAME shows");
+    let (second, first) = messages("--nnodes 3 --node_rank 1", "--lr 3");
+    insta::assert_snapshot!(second, @"zerorun: the first host refused this one: the script's arguments are `--lr 3` on this host, with digest 727752e9, but those on host NAME have digest 53495c78; give the arguments that the output of host NAME shows");
     insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) was refused: the script's arguments are `--ds_config=zero3.json --data corpus.txt` on host NAME and `--lr 3` on host NAME; give both the same");
 }
 
 #[test]
 fn a_host_with_another_program_configuration_or_data_is_told_which() {
-    let told = |change: fn(&Path)| refused("--nnodes 3 --node_rank 1", ARGS, change);
-    let (here, first) = told(|folder| _ = program(folder, "train", "sleep 50"));
-    insta::assert_snapshot!(here, @"zerorun: the first host refused this one: the program differs from the one on host NAME: on this host, it is 19 bytes with checksum SUM; copy the same file to both hosts; if it is the program, build it once and pass the executable");
+    let messages = |change: fn(&Path)| refused("--nnodes 3 --node_rank 1", ARGS, change);
+    let (second, first) = messages(|folder| _ = program(folder, "train", "sleep 50"));
+    insta::assert_snapshot!(second, @"zerorun: the first host refused this one: the program differs from the one on host NAME: on this host, it is 19 bytes with checksum SUM; copy the same file to both hosts; if it is the program, build it once and pass the executable");
     insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) was refused: the program is 18 bytes with checksum SUM on host NAME and 19 bytes with checksum SUM on host NAME; copy the same file to both hosts; if it is the program, build it once and pass the executable");
-    let (here, first) = told(|folder| std::fs::write(folder.join("zero3.json"), "{ }").unwrap());
-    insta::assert_snapshot!(here, @"zerorun: the first host refused this one: zero3.json differs from the one on host NAME: on this host, it is 3 bytes with checksum SUM; copy the same file to both hosts; if it is the program, build it once and pass the executable");
+    let (second, first) = messages(|folder| std::fs::write(folder.join("zero3.json"), "{ }").unwrap());
+    insta::assert_snapshot!(second, @"zerorun: the first host refused this one: zero3.json differs from the one on host NAME: on this host, it is 3 bytes with checksum SUM; copy the same file to both hosts; if it is the program, build it once and pass the executable");
     insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) was refused: zero3.json is 2 bytes with checksum SUM on host NAME and 3 bytes with checksum SUM on host NAME; copy the same file to both hosts; if it is the program, build it once and pass the executable");
-    let (here, first) = told(|folder| std::fs::remove_file(folder.join("corpus.txt")).unwrap());
-    insta::assert_snapshot!(here, @"zerorun: the first host refused this one: corpus.txt differs from the one on host NAME: on this host, it is missing; copy the same file to both hosts; if it is the program, build it once and pass the executable");
+    let (second, first) = messages(|folder| std::fs::remove_file(folder.join("corpus.txt")).unwrap());
+    insta::assert_snapshot!(second, @"zerorun: the first host refused this one: corpus.txt differs from the one on host NAME: on this host, it is missing; copy the same file to both hosts; if it is the program, build it once and pass the executable");
     insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) was refused: corpus.txt is 5 bytes with checksum SUM on host NAME and missing on host NAME; copy the same file to both hosts; if it is the program, build it once and pass the executable");
 }
 
@@ -463,7 +463,7 @@ fn two_hosts_with_one_number_are_told_so() {
 #[test]
 fn hosts_that_do_not_find_one_another_say_what_to_look_at() {
     let (folder, port) = (host_folder(), free_port());
-    let alone = |node: usize, code: i32| {
+    let launch_alone = |node: usize, code: i32| {
         let options = format!("--nnodes 2 --node_rank {node} --timeout 1s");
         let mut command = zerorun();
         command.args(["--master_addr", "127.0.0.1", "--master_port", &port.to_string()]);
@@ -472,8 +472,8 @@ fn hosts_that_do_not_find_one_another_say_what_to_look_at() {
         assert_eq!(output.status.code(), Some(code), "{}", stderr(&output));
         said(&output, port)
     };
-    insta::assert_snapshot!(alone(1, 2), @"zerorun: the first host, 127.0.0.1, could not be reached on port PORT within 1 s: Connection refused (os error 111); start zerorun with --node_rank 0 there, set --master_addr to an address at which this host reaches it, and check that the port is open");
-    insta::assert_snapshot!(alone(0, 1), @"zerorun: 1 of 2 hosts connected within 1 s; missing: --node_rank 1; start zerorun on each missing host with the same --nnodes, --master_addr and --master_port, and check that this port of the first host can be reached");
+    insta::assert_snapshot!(launch_alone(1, 2), @"zerorun: the first host, 127.0.0.1, could not be reached on port PORT within 1 s: Connection refused (os error 111); start zerorun with --node_rank 0 there, set --master_addr to an address at which this host reaches it, and check that the port is open");
+    insta::assert_snapshot!(launch_alone(0, 1), @"zerorun: 1 of 2 hosts connected within 1 s; missing: --node_rank 1; start zerorun on each missing host with the same --nnodes, --master_addr and --master_port, and check that this port of the first host can be reached");
 }
 
 #[test]
@@ -507,12 +507,12 @@ fn a_launcher_that_is_killed_is_done_without_and_taken_back() {
     worlds("3 2 3");
     std::fs::write(folder.path().join("end"), "").unwrap();
     let [first, second, third] = [first, second, third].map(ended);
-    let said = stderr(&first);
+    let errors = stderr(&first);
     for output in [first, second, third] {
         assert!(output.status.success(), "{}", stderr(&output));
     }
-    assert!(said.contains("is gone: it closed the connection; restart 1 of 2"), "{said}");
-    assert!(said.contains("a host is back; the job continues with it"), "{said}");
+    assert!(errors.contains("is gone: it closed the connection; restart 1 of 2"), "{errors}");
+    assert!(errors.contains("a host is back; the job continues with it"), "{errors}");
 }
 
 #[test]
@@ -520,7 +520,7 @@ fn a_hostfile_that_is_wrong_or_names_an_unreachable_host_ends_with_its_name() {
     let folder = host_folder();
     let unreachable = program(folder.path(), "rsh", "echo \"rsh: $1: no such host\" >&2; exit 255");
     let port = free_port();
-    let of = |lines: Option<&str>, shell: &Path, code: i32| {
+    let message = |lines: Option<&str>, shell: &Path, code: i32| {
         let file = folder.path().join("hosts");
         _ = std::fs::remove_file(&file);
         lines.into_iter().for_each(|lines| std::fs::write(&file, lines).unwrap());
@@ -529,14 +529,14 @@ fn a_hostfile_that_is_wrong_or_names_an_unreachable_host_ends_with_its_name() {
         let output = command.current_dir(folder.path()).output().unwrap();
         assert_eq!(output.status.code(), Some(code), "{}", stderr(&output));
         // The first host's launcher may report its own end before or after these messages.
-        let about = |line: &&str| line.contains("hosts") || line.contains("far.invalid");
-        said(&output, port).lines().filter(about).collect::<Vec<_>>().join("\n")
+        let is_relevant = |line: &&str| line.contains("hosts") || line.contains("far.invalid");
+        said(&output, port).lines().filter(is_relevant).collect::<Vec<_>>().join("\n")
     };
-    insta::assert_snapshot!(of(None, &unreachable, 2), @"zerorun: cannot read the hostfile hosts: No such file or directory (os error 2); give --hostfile a file with a line NAME slots=N for each host");
-    insta::assert_snapshot!(of(Some("a slots=2\nb\n"), &unreachable, 2), @"zerorun: hosts:2: `b` is not a hostfile entry; write NAME slots=N, for example `worker-0 slots=4`");
+    insta::assert_snapshot!(message(None, &unreachable, 2), @"zerorun: cannot read the hostfile hosts: No such file or directory (os error 2); give --hostfile a file with a line NAME slots=N for each host");
+    insta::assert_snapshot!(message(Some("a slots=2\nb\n"), &unreachable, 2), @"zerorun: hosts:2: `b` is not a hostfile entry; write NAME slots=N, for example `worker-0 slots=4`");
     let far = Some("localhost slots=1\nfar.invalid slots=1\n");
-    insta::assert_snapshot!(of(far, Path::new("/no/such/shell"), 2), @"zerorun: cannot reach host far.invalid with /no/such/shell: No such file or directory (os error 2); install it, or name another program in ZERORUN_RSH");
-    insta::assert_snapshot!(of(far, &unreachable, 1), @r"
+    insta::assert_snapshot!(message(far, Path::new("/no/such/shell"), 2), @"zerorun: cannot reach host far.invalid with /no/such/shell: No such file or directory (os error 2); install it, or name another program in ZERORUN_RSH");
+    insta::assert_snapshot!(message(far, &unreachable, 1), @r"
     rsh: far.invalid: no such host
     zerorun: host far.invalid cannot be reached, or its launcher was killed
     ");
@@ -558,7 +558,7 @@ fn a_launcher_of_a_hostfile_that_cannot_start_its_ranks_ends_the_job() {
     ]);
     let output = command.current_dir(folder.path()).output().unwrap();
     assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
-    let told = stderr(&output);
-    let line = told.lines().find(|line| line.contains("the launcher on host")).unwrap_or(&told);
+    let errors = stderr(&output);
+    let line = errors.lines().find(|line| line.contains("the launcher on host")).unwrap_or(&errors);
     insta::assert_snapshot!(line, @"zerorun: the launcher on host far.invalid ended with exit code 127, and the others are waiting for it; see its output above");
 }

@@ -105,9 +105,9 @@ fn kill_ranks(kills: std::ops::Range<u64>) {
     let pipelines = [json!({}), json!({"schedule": "zero_bubble"}), json!({"stages": 2})];
     let expected = pipelines.each_ref().map(|pipeline| trained(4, pipeline));
     for kill in kills {
-        let at = kill as usize % pipelines.len();
+        let index = kill as usize % pipelines.len();
         let dir = tempfile::tempdir().unwrap();
-        let job = start(&mut command(dir.path(), 4, &pipelines[at], &["--max_restarts", "2"]));
+        let job = start(&mut command(dir.path(), 4, &pipelines[index], &["--max_restarts", "2"]));
         // Each kill hits the next rank, at an arbitrary moment of an arbitrary step.
         let step = kill.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
         let lines = || std::fs::read_to_string(dir.path().join("metrics.jsonl")).map_or(0, |text| text.lines().count());
@@ -123,8 +123,8 @@ fn kill_ranks(kills: std::ops::Range<u64>) {
         let output = job.wait_with_output().unwrap();
         assert!(output.status.success(), "kill {kill} after step {after}: {}", stderr(&output));
         let (steps, files) = results(dir.path());
-        assert_eq!(steps, expected[at].0, "kill {kill} after step {after}");
-        assert!(files == expected[at].1, "kill {kill} after step {after}: different bytes in the checkpoint");
+        assert_eq!(steps, expected[index].0, "kill {kill} after step {after}");
+        assert!(files == expected[index].1, "kill {kill} after step {after}: different bytes in the checkpoint");
     }
 }
 
@@ -150,9 +150,9 @@ fn a_pipeline_across_two_hosts_has_the_losses_norms_and_weights_of_one_host() {
             let dir = tempfile::tempdir().unwrap();
             let output = train(hosts.mpirun(mpi, ranks).unwrap(), dir.path(), &pipeline).output().unwrap();
             assert!(output.status.success(), "{mpi:?}, {pipeline}: {}", stderr(&output));
-            let (losses, of_all) = (results(dir.path()).0, weights(dir.path()));
+            let (losses, all_weights) = (results(dir.path()).0, weights(dir.path()));
             assert_eq!(losses, expected[pipelines - 1].0, "{mpi:?}, {pipeline}");
-            assert!(of_all == expected[pipelines - 1].1, "{mpi:?}, {pipeline}: different weights");
+            assert!(all_weights == expected[pipelines - 1].1, "{mpi:?}, {pipeline}: different weights");
         });
     }
 }

@@ -23,7 +23,7 @@ fn reach(port: u16) -> TcpStream {
 
 /// Returns the exit codes and the messages of two launchers with these variables: those of the first, which gets a
 /// SIGTERM if the second fails, and those of the second.
-fn two(first: &[(&str, &str)], second: &[(&str, &str)]) -> [(Option<i32>, String); 2] {
+fn two_launchers(first: &[(&str, &str)], second: &[(&str, &str)]) -> [(Option<i32>, String); 2] {
     let (folder, port) = (host_folder(), free_port());
     let mut launcher = launcher_in(folder.path(), port, "--nnodes 2 --node_rank 0", ARGS);
     let first = start(launcher.envs(first.iter().copied()));
@@ -35,8 +35,8 @@ fn two(first: &[(&str, &str)], second: &[(&str, &str)]) -> [(Option<i32>, String
         send(Signal::TERM, &first);
     }
     [ended(first), second].map(|output| {
-        let about = |line: &&str| !line.starts_with("zerorun: stopped by");
-        (output.status.code(), said(&output, port).lines().filter(about).collect::<Vec<_>>().join("\n"))
+        let is_relevant = |line: &&str| !line.starts_with("zerorun: stopped by");
+        (output.status.code(), said(&output, port).lines().filter(is_relevant).collect::<Vec<_>>().join("\n"))
     })
 }
 
@@ -47,17 +47,17 @@ fn hosts_with_one_secret_meet_and_others_are_refused_by_name() {
     std::fs::write(&file, format!("{SECRET}\n")).unwrap();
     let [ours, file] = [("CANDLE_ZERO_SECRET", SECRET), ("CANDLE_ZERO_SECRET_FILE", file.to_str().unwrap())];
     // The program sleeps for five seconds and succeeds.
-    let [first, second] = two(&[ours], &[file]);
+    let [first, second] = two_launchers(&[ours], &[file]);
     assert_eq!([first, second], [(Some(0), String::new()), (Some(0), String::new())]);
-    let [first, second] = two(&[ours], &[]);
+    let [first, second] = two_launchers(&[ours], &[]);
     assert_eq!(second.0, Some(2));
     insta::assert_snapshot!(first.1, @"zerorun: host NAME (127.0.0.1) was refused: the first host has a secret but the other has none; set CANDLE_ZERO_SECRET to the same value on every host");
     insta::assert_snapshot!(second.1, @"zerorun: the first host refused this one: the first host has a secret but the other has none; set CANDLE_ZERO_SECRET to the same value on every host");
-    let [first, second] = two(&[], &[ours]);
+    let [first, second] = two_launchers(&[], &[ours]);
     assert_eq!(second.0, Some(2));
     insta::assert_snapshot!(first.1, @"zerorun: host NAME (127.0.0.1) was refused: the other host has a secret but the first has none; set CANDLE_ZERO_SECRET to the same value on every host, or on none");
     insta::assert_snapshot!(second.1, @"zerorun: the first host refused this one: the other host has a secret but the first has none; set CANDLE_ZERO_SECRET to the same value on every host, or on none");
-    let [first, second] = two(&[ours], &[("CANDLE_ZERO_SECRET", "correct horse battery stable")]);
+    let [first, second] = two_launchers(&[ours], &[("CANDLE_ZERO_SECRET", "correct horse battery stable")]);
     assert_eq!(second.0, Some(2));
     insta::assert_snapshot!(first.1, @"zerorun: host NAME (127.0.0.1) was refused: its secret differs from the first host's; set CANDLE_ZERO_SECRET to the same value on every host");
     insta::assert_snapshot!(second.1, @"zerorun: the first host refused this one: its secret differs from the first host's; set CANDLE_ZERO_SECRET to the same value on every host");
@@ -66,15 +66,15 @@ fn hosts_with_one_secret_meet_and_others_are_refused_by_name() {
 #[test]
 fn a_secret_that_cannot_be_one_is_refused_before_anything_starts() {
     let folder = host_folder();
-    let told = |variables: &[(&str, &str)]| {
+    let message = |variables: &[(&str, &str)]| {
         let mut launcher = launcher_in(folder.path(), free_port(), "--nnodes 2 --node_rank 0", ARGS);
         let output = launcher.envs(variables.iter().copied()).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
         stderr(&output).trim_end().to_string()
     };
-    insta::assert_snapshot!(told(&[("CANDLE_ZERO_SECRET", "hunter2")]), @"zerorun: CANDLE_ZERO_SECRET cannot be used as the secret of the hosts: it is 7 bytes long; give one line of 16 to 4096 bytes that no one can guess, such as the output of `openssl rand -hex 32`");
-    insta::assert_snapshot!(told(&[("CANDLE_ZERO_SECRET", SECRET), ("CANDLE_ZERO_SECRET_FILE", "x")]), @"zerorun: CANDLE_ZERO_SECRET cannot be used as the secret of the hosts: CANDLE_ZERO_SECRET_FILE is also set; unset one of them");
-    insta::assert_snapshot!(told(&[("CANDLE_ZERO_SECRET_FILE", "/no/such/file")]), @"zerorun: CANDLE_ZERO_SECRET_FILE=/no/such/file cannot be used as the secret of the hosts: the file cannot be read: No such file or directory (os error 2)");
+    insta::assert_snapshot!(message(&[("CANDLE_ZERO_SECRET", "hunter2")]), @"zerorun: CANDLE_ZERO_SECRET cannot be used as the secret of the hosts: it is 7 bytes long; give one line of 16 to 4096 bytes that no one can guess, such as the output of `openssl rand -hex 32`");
+    insta::assert_snapshot!(message(&[("CANDLE_ZERO_SECRET", SECRET), ("CANDLE_ZERO_SECRET_FILE", "x")]), @"zerorun: CANDLE_ZERO_SECRET cannot be used as the secret of the hosts: CANDLE_ZERO_SECRET_FILE is also set; unset one of them");
+    insta::assert_snapshot!(message(&[("CANDLE_ZERO_SECRET_FILE", "/no/such/file")]), @"zerorun: CANDLE_ZERO_SECRET_FILE=/no/such/file cannot be used as the secret of the hosts: the file cannot be read: No such file or directory (os error 2)");
 }
 
 #[test]
@@ -88,15 +88,15 @@ fn the_port_is_open_at_the_first_hosts_address_alone() {
     let output = ended(first);
     assert!(!stderr(&output).contains("warning"), "{}", stderr(&output));
 
-    let mut elsewhere = zerorun();
-    elsewhere.args(["--nnodes", "2", "--node_rank", "0", "--master_addr", "192.0.2.1", "./train"]);
-    let output = elsewhere.current_dir(folder.path()).output().unwrap();
+    let mut command = zerorun();
+    command.args(["--nnodes", "2", "--node_rank", "0", "--master_addr", "192.0.2.1", "./train"]);
+    let output = command.current_dir(folder.path()).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
     insta::assert_snapshot!(stderr(&output).trim_end(), @"zerorun: --master_addr 192.0.2.1 is 192.0.2.1, which is not an address of this host, but the other hosts connect to this one (--node_rank 0); set --master_addr to this host's address, or, if the others reach it at a different one (NAT, a container's published port, a service), also set --bind_addr to an address of this host, for example 0.0.0.0");
 
     // Behind NAT, the port is open to everyone who can reach the host. Without a secret, a warning is printed.
     let options = "--nnodes 2 --node_rank 0 --bind_addr 0.0.0.0 --timeout 1s";
-    let of = |secret: Option<&str>| {
+    let messages = |secret: Option<&str>| {
         let mut launcher = zerorun();
         launcher.args(options.split_whitespace()).args([
             "--master_addr",
@@ -107,13 +107,13 @@ fn the_port_is_open_at_the_first_hosts_address_alone() {
         let output = launcher.envs(secret.map(|s| ("CANDLE_ZERO_SECRET", s))).arg("./train").current_dir(folder.path());
         said(&output.output().unwrap(), port)
     };
-    let warning = of(None);
+    let warning = messages(None);
     insta::assert_snapshot!(warning.lines().next().unwrap(), @"zerorun: warning: anyone who can reach port PORT on 0.0.0.0 can take a host's place in this job, because CANDLE_ZERO_SECRET is not set; set it to the same value on every host, for example the output of `openssl rand -hex 32`");
     assert!(
         warning.contains("1 of 2 hosts connected within 1 s"),
         "the first host connects to its own port: {warning}"
     );
-    assert!(!of(Some(SECRET)).contains("warning"));
+    assert!(!messages(Some(SECRET)).contains("warning"));
 }
 
 #[test]
@@ -145,26 +145,26 @@ fn random(state: &mut u64) -> u64 {
 }
 
 /// A port that forwards connections to another port and records the data that is sent there.
-struct Tapped {
+struct RecordingProxy {
     port: u16,
-    heard: Arc<Mutex<Vec<u8>>>,
+    received: Arc<Mutex<Vec<u8>>>,
 }
 
-impl Tapped {
+impl RecordingProxy {
     fn new(to: u16) -> Self {
         let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
-        let (port, heard) = (listener.local_addr().unwrap().port(), Arc::<Mutex<Vec<u8>>>::default());
-        let kept = heard.clone();
+        let (port, received) = (listener.local_addr().unwrap().port(), Arc::<Mutex<Vec<u8>>>::default());
+        let record = received.clone();
         std::thread::spawn(move || {
             for host in listener.incoming().map_while(Result::ok) {
                 let Ok(first) = TcpStream::connect(("127.0.0.1", to)) else { continue };
                 let (mut back, mut there) = (first.try_clone().unwrap(), host.try_clone().unwrap());
                 std::thread::spawn(move || std::io::copy(&mut back, &mut there));
-                let (mut host, mut first, kept) = (host, first, kept.clone());
+                let (mut host, mut first, record) = (host, first, record.clone());
                 std::thread::spawn(move || {
                     let mut buffer = [0; 4096];
                     while let Ok(read @ 1..) = host.read(&mut buffer) {
-                        kept.lock().unwrap().extend_from_slice(&buffer[..read]);
+                        record.lock().unwrap().extend_from_slice(&buffer[..read]);
                         if first.write_all(&buffer[..read]).is_err() {
                             break;
                         }
@@ -172,40 +172,40 @@ impl Tapped {
                 });
             }
         });
-        Self { port, heard }
+        Self { port, received }
     }
 
     /// Returns the lines that the host has sent so far.
     fn lines(&self) -> Vec<Vec<u8>> {
-        self.heard.lock().unwrap().split_inclusive(|byte| *byte == b'\n').map(<[u8]>::to_vec).collect()
+        self.received.lock().unwrap().split_inclusive(|byte| *byte == b'\n').map(<[u8]>::to_vec).collect()
     }
 }
 
-/// Returns the `Hello` message `from` of a host in the job, with the fields in `change` replaced.
-fn hello(from: &[u8], change: &Value) -> Vec<u8> {
-    let mut hello: Value = serde_json::from_slice(from).unwrap();
+/// Returns the `Hello` message `original` of a host in the job, with the fields in `change` replaced.
+fn hello(original: &[u8], change: &Value) -> Vec<u8> {
+    let mut hello: Value = serde_json::from_slice(original).unwrap();
     hello["Hello"].as_object_mut().unwrap().extend(change.as_object().unwrap().clone());
     [serde_json::to_vec(&hello).unwrap(), b"\n".to_vec()].concat()
 }
 
-/// Acts as a stranger at the port, in a way chosen by `state`. `own` contains the lines of a host in the job, and
-/// `sealed` states whether the job has a secret. If the connection is returned, it stays open.
-fn strange(port: u16, own: &[Vec<u8>], sealed: bool, state: &mut u64) -> Option<TcpStream> {
+/// Acts as a stranger at the port, in a way chosen by `state`. `lines` contains the lines of a host in the job, and
+/// `has_secret` states whether the job has a secret. If the connection is returned, it stays open.
+fn intrude(port: u16, lines: &[Vec<u8>], has_secret: bool, state: &mut u64) -> Option<TcpStream> {
     let mut stream = TcpStream::connect(("127.0.0.1", port)).ok()?;
     stream.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
     stream.set_write_timeout(Some(Duration::from_secs(5))).unwrap();
     let mut challenge = Vec::new();
-    let mut from = BufReader::new(stream.try_clone().unwrap());
+    let mut reader = BufReader::new(stream.try_clone().unwrap());
     let answers = !random(state).is_multiple_of(4);
     if answers {
-        let _ = from.read_until(b'\n', &mut challenge);
+        let _ = reader.read_until(b'\n', &mut challenge);
     }
-    let all: Vec<u8> = own.concat();
-    let bytes = |state: &mut u64, most: u64| {
-        let length = random(state) % most;
+    let all: Vec<u8> = lines.concat();
+    let bytes = |state: &mut u64, limit: u64| {
+        let length = random(state) % limit;
         (0..length).map(|_| random(state) as u8).collect::<Vec<u8>>()
     };
-    let said = match random(state) % 9 {
+    let message = match random(state) % 9 {
         0 => bytes(state, 5000),
         1 => vec![b'['; 100_000],
         2 => b"\"Beat\"\n".repeat(3),
@@ -218,8 +218,8 @@ fn strange(port: u16, own: &[Vec<u8>], sealed: bool, state: &mut u64) -> Option<
             all[at] = random(state) as u8;
             all
         }
-        6 => own[0].clone(),
-        7 if !sealed => {
+        6 => lines[0].clone(),
+        7 if !has_secret => {
             let changes = [
                 json!({"node": 5}),
                 json!({"node": 1, "launcher": 1}),
@@ -232,16 +232,16 @@ fn strange(port: u16, own: &[Vec<u8>], sealed: bool, state: &mut u64) -> Option<
                 json!({"files": {}, "clock": u64::MAX, "launcher": 1}),
             ];
             let change = &changes[random(state) as usize % changes.len()];
-            [own[0].clone(), hello(&own[1], change)].concat()
+            [lines[0].clone(), hello(&lines[1], change)].concat()
         }
-        _ => [own[0].clone(), vec![b'a'; 3 << 20]].concat(),
+        _ => [lines[0].clone(), vec![b'a'; 3 << 20]].concat(),
     };
-    let _ = stream.write_all(&said);
+    let _ = stream.write_all(&message);
     (!random(state).is_multiple_of(3)).then_some(stream)
 }
 
 /// Returns the peak memory of a process in MiB.
-fn most_memory(pid: u32) -> u64 {
+fn peak_memory(pid: u32) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() >> 10
@@ -287,37 +287,37 @@ fn strangers_at_the_port_neither_stop_a_job_nor_restart_it_nor_take_much_of_its_
         |seed| seed.parse().unwrap(),
     );
     let number = std::env::var("CANDLE_ZERO_STRANGERS").map_or(150, |number| number.parse().unwrap());
-    for sealed in [true, false] {
-        let about = format!("CANDLE_ZERO_STRANGERS_SEED={seed}, secret: {sealed}");
-        println!("{about}");
-        let (pair, port, mut state) = (Pair::new(sealed), free_port(), seed);
+    for has_secret in [true, false] {
+        let context = format!("CANDLE_ZERO_STRANGERS_SEED={seed}, secret: {has_secret}");
+        println!("{context}");
+        let (pair, port, mut state) = (Pair::new(has_secret), free_port(), seed);
         let first = pair.launcher(0, port);
         drop(reach(port));
         // These connections exist before the second host arrives and while the job runs.
-        let nobody: Vec<TcpStream> = (0..200).map_while(|_| TcpStream::connect(("127.0.0.1", port)).ok()).collect();
-        let tapped = Tapped::new(port);
-        let second = pair.launcher(1, tapped.port);
+        let idle: Vec<TcpStream> = (0..200).map_while(|_| TcpStream::connect(("127.0.0.1", port)).ok()).collect();
+        let proxy = RecordingProxy::new(port);
+        let second = pair.launcher(1, proxy.port);
         wait_up_to(Duration::from_secs(100), "the ranks", || (pair.worlds() == "2\n").then_some(()));
-        let own = tapped.lines();
-        assert!(own.len() >= 2 && own[0].starts_with(b"{\"Answer\""), "{about}");
-        if sealed {
-            assert!(!own.concat().windows(SECRET.len()).any(|bytes| bytes == SECRET.as_bytes()));
+        let lines = proxy.lines();
+        assert!(lines.len() >= 2 && lines[0].starts_with(b"{\"Answer\""), "{context}");
+        if has_secret {
+            assert!(!lines.concat().windows(SECRET.len()).any(|bytes| bytes == SECRET.as_bytes()));
         }
-        let stay: Vec<TcpStream> = (0..number).filter_map(|_| strange(port, &own, sealed, &mut state)).collect();
-        let memory = most_memory(first.id());
-        assert!(memory < 300, "{about}: {memory} MiB");
+        let open: Vec<TcpStream> = (0..number).filter_map(|_| intrude(port, &lines, has_secret, &mut state)).collect();
+        let memory = peak_memory(first.id());
+        assert!(memory < 300, "{context}: {memory} MiB");
         let threads = std::fs::read_dir(format!("/proc/{}/task", first.id())).unwrap().count();
-        assert!(threads < 100, "{about}: {threads} threads");
+        assert!(threads < 100, "{context}: {threads} threads");
         pair.end();
         let outputs: Vec<Output> = [first, second].into_iter().map(ended).collect();
         for output in &outputs {
-            let said = stderr(output);
-            assert!(output.status.success(), "{about}: {said}");
-            assert!(!said.contains('\u{1b}') && !said.contains("panicked"), "{about}: {said}");
-            assert!(said.lines().count() < 70, "{about}: {said}");
+            let errors = stderr(output);
+            assert!(output.status.success(), "{context}: {errors}");
+            assert!(!errors.contains('\u{1b}') && !errors.contains("panicked"), "{context}: {errors}");
+            assert!(errors.lines().count() < 70, "{context}: {errors}");
         }
-        assert_eq!(pair.worlds(), "2\n", "{about}");
-        drop((nobody, stay));
+        assert_eq!(pair.worlds(), "2\n", "{context}");
+        drop((idle, open));
     }
 }
 

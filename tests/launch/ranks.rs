@@ -24,13 +24,13 @@ fn each_rank_gets_its_environment_and_the_arguments() {
     let output = zerorun().args(["-n", "3", "--timeout", "90s"]).arg(&program).args(["--x", "a b", "-n", "9"]).output();
     let output = output.unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
-    let mut seen: BTreeMap<(String, String), String> = BTreeMap::new();
+    let mut values: BTreeMap<(String, String), String> = BTreeMap::new();
     for line in stdout(&output).lines() {
         let (rank, rest) = line.strip_prefix("[rank ").unwrap().split_once("] ").unwrap();
         let (name, value) = rest.split_once('=').unwrap();
-        assert_eq!(seen.insert((name.to_string(), rank.to_string()), value.to_string()), None, "{line}");
+        assert_eq!(values.insert((name.to_string(), rank.to_string()), value.to_string()), None, "{line}");
     }
-    let value = |name: &str, rank: &str| seen[&(name.to_string(), rank.to_string())].clone();
+    let value = |name: &str, rank: &str| values[&(name.to_string(), rank.to_string())].clone();
     for rank in ["0", "1", "2"] {
         assert_eq!(value("RANK", rank), rank);
         assert_eq!(value("LOCAL_RANK", rank), rank);
@@ -75,9 +75,9 @@ fn lines_of_several_ranks_come_whole_with_the_rank_in_front() {
     for (text, word, count) in [(stdout(&output), "out", 201), (stderr(&output), "err", 200)] {
         assert!(text.ends_with('\n'));
         for rank in 0..2 {
-            let own: Vec<&str> = text.lines().filter(|line| line.starts_with(&format!("[rank {rank}] "))).collect();
+            let found: Vec<&str> = text.lines().filter(|line| line.starts_with(&format!("[rank {rank}] "))).collect();
             let expected: Vec<String> = (0..count).map(|i| format!("[rank {rank}] {word} {rank} {i} end")).collect();
-            assert_eq!(own, expected);
+            assert_eq!(found, expected);
         }
         assert_eq!(text.lines().count(), 2 * count);
     }
@@ -127,8 +127,8 @@ fn the_first_failure_gives_the_exit_code_and_all_others_are_stopped_within_5_sec
     assert!(failed_at.elapsed().unwrap() < Duration::from_secs(5), "{:?}", failed_at.elapsed());
     assert_eq!(output.status.code(), Some(3));
     let errors = stderr(&output);
-    let told: Vec<&str> = errors.lines().filter(|line| !line.contains("warning")).collect();
-    let (head, rest) = told.split_first().unwrap();
+    let messages: Vec<&str> = errors.lines().filter(|line| !line.contains("warning")).collect();
+    let (head, rest) = messages.split_first().unwrap();
     assert!(head.starts_with("zerorun: rank 1 failed first: it ended with exit code 3 after "), "{errors}");
     assert_eq!(
         rest,
@@ -218,8 +218,8 @@ fn features_for_what_is_built_already_are_said_to_have_no_effect() {
     let program = program(dir.path(), "built", "echo runs");
     let output = zerorun().args(["--features", "cuda"]).arg(&program).output().unwrap();
     assert_eq!((output.status.code(), stdout(&output).as_str()), (Some(0), "runs\n"));
-    let told = format!("zerorun: --features cuda has no effect: {} is already built\n", program.display());
-    assert_eq!(stderr(&output), told);
+    let message = format!("zerorun: --features cuda has no effect: {} is already built\n", program.display());
+    assert_eq!(stderr(&output), message);
 }
 
 #[test]
@@ -298,8 +298,8 @@ fn two_ranks(role: &str) -> std::process::Output {
 
 #[test]
 fn ranks_share_memory_and_a_rank_that_dies_is_named_to_the_others() {
-    let well = two_ranks("goes well");
-    assert_eq!(well.status.code(), Some(0), "{}", stderr(&well));
+    let succeeded = two_ranks("goes well");
+    assert_eq!(succeeded.status.code(), Some(0), "{}", stderr(&succeeded));
     let failed = two_ranks("fails");
     assert_eq!(failed.status.code(), Some(137));
     let errors = stderr(&failed);

@@ -50,22 +50,28 @@ impl Script {
 
     /// Returns the number of ranks at each start.
     fn worlds(&self) -> Vec<usize> {
-        let noted = |start: usize| (0..8).filter(|rank| self.file(&format!("start.{start}.{rank}")).exists()).count();
-        (0..).map(noted).take_while(|ranks| *ranks > 0).collect()
+        let count = |start: usize| (0..8).filter(|rank| self.file(&format!("start.{start}.{rank}")).exists()).count();
+        (0..).map(count).take_while(|ranks| *ranks > 0).collect()
     }
 }
 
 /// Returns the messages of `zerorun` itself, without the warning about too few cores. "T" replaces the time until the
 /// failure.
-fn told(output: &Output) -> Vec<String> {
+fn messages(output: &Output) -> Vec<String> {
     let errors = stderr(output);
-    let own = errors.lines().filter(|line| line.starts_with("zerorun: ") && !line.contains("warning"));
-    own.map(|line| {
-        let words: Vec<&str> = line.split(' ').collect();
-        let after = |at: usize| at > 0 && words[at - 1] == "after";
-        words.iter().enumerate().map(|(at, word)| if after(at) { "T" } else { word }).collect::<Vec<_>>().join(" ")
-    })
-    .collect()
+    let lines = errors.lines().filter(|line| line.starts_with("zerorun: ") && !line.contains("warning"));
+    lines
+        .map(|line| {
+            let words: Vec<&str> = line.split(' ').collect();
+            let is_time = |at: usize| at > 0 && words[at - 1] == "after";
+            words
+                .iter()
+                .enumerate()
+                .map(|(at, word)| if is_time(at) { "T" } else { word })
+                .collect::<Vec<_>>()
+                .join(" ")
+        })
+        .collect()
 }
 
 #[test]
@@ -80,7 +86,7 @@ fn a_job_that_fails_twice_goes_well_at_the_third_start() {
     let output = script.run("-n 2 --max_restarts 3");
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     assert_eq!(
-        told(&output),
+        messages(&output),
         [
             "zerorun: rank 1 failed first: it ended with exit code 7 after T s; restart 1 of 3 with 2 ranks in 0.2 s",
             "zerorun: rank 1 failed first: it ended with exit code 7 after T s; restart 2 of 3 with 2 ranks in 0.4 s",
@@ -90,9 +96,9 @@ fn a_job_that_fails_twice_goes_well_at_the_third_start() {
     lines.sort();
     assert_eq!(lines, ["[rank 0] 2 2 2", "[rank 1] 2 2 2"]);
     assert_eq!(script.worlds(), [2, 2, 2]);
-    let different = |name: &str| (0..3).map(|start| script.read(&format!("{name}.{start}"))).collect::<BTreeSet<_>>();
-    assert_eq!(different("shm").len(), 3, "each start has its own shared memory");
-    assert!(different("port").len() > 1, "{:?}", different("port"));
+    let distinct = |name: &str| (0..3).map(|start| script.read(&format!("{name}.{start}"))).collect::<BTreeSet<_>>();
+    assert_eq!(distinct("shm").len(), 3, "each start has its own shared memory");
+    assert!(distinct("port").len() > 1, "{:?}", distinct("port"));
 }
 
 #[test]
@@ -126,7 +132,7 @@ fn after_a_rank_was_killed_the_ranks_of_the_restart_work_together() {
     let output = command.env("LAUNCH_TEST_ROLE", "yes").output().unwrap();
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     assert_eq!(
-        told(&output),
+        messages(&output),
         ["zerorun: rank 1 failed first: it was killed by SIGKILL (9) after T s; restart 1 of 1 with 2 ranks in 0.2 s"]
     );
 }
@@ -137,7 +143,7 @@ fn when_the_restarts_are_used_up_the_last_run_gives_the_exit_code_and_the_report
     let output = script.run("--max_restarts 2");
     assert_eq!(output.status.code(), Some(12));
     assert_eq!(
-        told(&output),
+        messages(&output),
         [
             "zerorun: rank 0 failed: it ended with exit code 10 after T s; restart 1 of 2 with 1 rank in 0.2 s",
             "zerorun: rank 0 failed: it ended with exit code 11 after T s; restart 2 of 2 with 1 rank in 0.4 s",
@@ -155,7 +161,7 @@ fn without_the_option_nothing_is_restarted() {
     let script = Script::new("exit 3");
     let output = script.run("");
     assert_eq!(output.status.code(), Some(3));
-    assert_eq!(told(&output), ["zerorun: rank 0 failed: it ended with exit code 3 after T s"]);
+    assert_eq!(messages(&output), ["zerorun: rank 0 failed: it ended with exit code 3 after T s"]);
     assert_eq!(script.worlds(), [1]);
 }
 
@@ -165,7 +171,7 @@ fn a_job_that_keeps_failing_at_its_start_goes_on_with_fewer_ranks() {
     let output = script.run("-n 2 --max_restarts 5 --min_ranks 1");
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     assert_eq!(script.worlds(), [2, 2, 1]);
-    let last = told(&output).pop().unwrap();
+    let last = messages(&output).pop().unwrap();
     assert!(
         last.ends_with("; restart 2 of 5 with 1 rank (two starts with 2 ranks failed within 10 s) in 0.4 s"),
         "{last}"
@@ -231,7 +237,7 @@ fn an_interrupt_while_a_failure_is_cleared_away_forbids_the_restart() {
     send(Signal::INT, &child);
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(3), "{}", stderr(&output));
-    assert_eq!(told(&output).pop().unwrap(), "zerorun: not restarted because of SIGINT (2)");
+    assert_eq!(messages(&output).pop().unwrap(), "zerorun: not restarted because of SIGINT (2)");
     assert_eq!(script.worlds(), [2]);
 }
 
@@ -241,12 +247,12 @@ fn what_cannot_be_started_is_not_started_again() {
     let broken = program(dir.path(), "no_interpreter", "");
     std::fs::write(&broken, "#!/no/such/shell\n").unwrap();
     let output = zerorun().args(["--max_restarts", "3"]).arg(&broken).output().unwrap();
-    assert_eq!((output.status.code(), told(&output).len()), (Some(2), 1), "{}", stderr(&output));
+    assert_eq!((output.status.code(), messages(&output).len()), (Some(2), 1), "{}", stderr(&output));
     // The same applies to a program that can be started once, but not again.
     let output = Script::new("rm $0; exit 3").run("--max_restarts 3");
     assert_eq!(output.status.code(), Some(2));
-    assert_eq!(told(&output).len(), 2, "{}", stderr(&output));
-    assert!(told(&output)[1].starts_with("zerorun: cannot start rank 0"), "{}", stderr(&output));
+    assert_eq!(messages(&output).len(), 2, "{}", stderr(&output));
+    assert!(messages(&output)[1].starts_with("zerorun: cannot start rank 0"), "{}", stderr(&output));
 }
 
 fn names_in(dir: &Path) -> BTreeSet<std::ffi::OsString> {

@@ -152,8 +152,8 @@ fn a_task_of_srun_knows_its_place_on_its_node_with_pmi_2_and_without() {
         let mut srun = slurm.srun(&format!("--mpi={mpi} -N 2 -n 4"));
         srun.arg(std::env::current_exe().unwrap()).args(as_program(module_path!(), "as_a_task"));
         let output = srun.output().unwrap();
-        let said = stdout(&output);
-        let mut places: Vec<&str> = said.lines().filter_map(|line| Some(line.split_once("place: ")?.1)).collect();
+        let text = stdout(&output);
+        let mut places: Vec<&str> = text.lines().filter_map(|line| Some(line.split_once("place: ")?.1)).collect();
         places.sort_unstable();
         let expected = [
             "0 of 4, 0 of 3 here, mpi true",
@@ -161,7 +161,7 @@ fn a_task_of_srun_knows_its_place_on_its_node_with_pmi_2_and_without() {
             "2 of 4, 2 of 3 here, mpi true",
             "3 of 4, 0 of 1 here, mpi true",
         ];
-        assert_eq!(places, expected, "{mpi}: {said} {}", stderr(&output));
+        assert_eq!(places, expected, "{mpi}: {text} {}", stderr(&output));
     }
 }
 

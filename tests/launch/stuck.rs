@@ -110,12 +110,12 @@ fn a_signal_during_the_start_of_many_ranks_is_obeyed_at_once() {
     assert_eq!(output.status.code(), Some(143), "{}", stderr(&output));
     let ranks = started();
     assert!(ranks < 500, "{ranks} ranks were started");
-    let left: Vec<i32> = std::fs::read_dir(dir.path())
+    let remaining: Vec<i32> = std::fs::read_dir(dir.path())
         .unwrap()
         .filter_map(|entry| std::fs::read_to_string(entry.unwrap().path()).ok()?.trim().parse().ok())
         .filter(|pid| runs(*pid))
         .collect();
-    wait_until_gone(&left);
+    wait_until_gone(&remaining);
 }
 
 #[test]
@@ -148,9 +148,9 @@ fn many_ranks_meet_and_each_names_the_first_failure_alone() {
     let failed = many("one fails");
     assert_eq!(failed.status.code(), Some(3), "{}", stderr(&failed));
     let errors = stderr(&failed);
-    let told: Vec<&str> = errors.lines().filter(|line| line.contains("told: ")).collect();
-    assert!(!told.is_empty());
-    for line in told {
+    let reports: Vec<&str> = errors.lines().filter(|line| line.contains("told: ")).collect();
+    assert!(!reports.is_empty());
+    for line in reports {
         assert!(line.contains("told: rank 70 stopped (it has no data) while rank"), "{line}");
     }
 }

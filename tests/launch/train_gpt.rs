@@ -106,7 +106,7 @@ const SUMMARY_KEYS: [&str; 8] =
 #[test]
 fn metrics_have_a_line_for_each_step_and_a_summary_and_the_global_batch_decides_the_losses() {
     let folder = Folder::new(2);
-    let mut of_one_rank = vec![];
+    let mut losses_of_one_rank = vec![];
     for ranks in [1, 2, 4] {
         let run = folder.run(ranks, &["--steps", "6", "--order", "sequential", "--sample", "0"]);
         assert_eq!(run.steps.len(), 6);
@@ -123,18 +123,18 @@ fn metrics_have_a_line_for_each_step_and_a_summary_and_the_global_batch_decides_
             assert!(step["comm_ms"].as_f64().unwrap() >= 0.0, "{step}");
         }
         assert_eq!(keys(&run.summary), SUMMARY_KEYS);
-        let told = ["summary", "world_size", "steps", "skipped_steps"].map(|key| &run.summary[key]);
-        assert_eq!(told, [&json!(true), &json!(ranks), &json!(6), &json!(0)]);
+        let summary = ["summary", "world_size", "steps", "skipped_steps"].map(|key| &run.summary[key]);
+        assert_eq!(summary, [&json!(true), &json!(ranks), &json!(6), &json!(0)]);
         assert!(run.summary["memory"].is_object() && run.summary["comm"]["kinds"].is_object(), "{}", run.summary);
 
         let losses = run.losses();
         assert!((losses[0] - 256f64.ln()).abs() < 0.2 && losses[5] < losses[0] - 0.2, "{losses:?}");
         if ranks == 1 {
-            of_one_rank = losses;
+            losses_of_one_rank = losses;
         } else {
             // A step has the same samples for any number of ranks. Only the order of summation differs.
-            let far = of_one_rank.iter().zip(&losses).find(|(a, b)| (*a - *b).abs() > 1e-4);
-            assert_eq!(far, None, "world size {ranks}");
+            let mismatch = losses_of_one_rank.iter().zip(&losses).find(|(a, b)| (*a - *b).abs() > 1e-4);
+            assert_eq!(mismatch, None, "world size {ranks}");
         }
     }
 }
@@ -204,9 +204,9 @@ fn auto_stands_for_the_steps_and_the_width_of_the_run() {
     // it in each of the remaining steps.
     let rates: Vec<f64> = run.steps.iter().map(|step| step["lr"].as_f64().unwrap()).collect();
     assert_eq!(rates, [0.0, 0.0, 0.125, 0.25, 0.1875, 0.125]);
-    let said = stderr(&run.output);
-    assert!(said.contains("stage3_param_persistence_threshold: \"auto\": taken as 320"), "{said}");
-    assert!(said.contains("scheduler.params.total_num_steps: \"auto\": taken as 6"), "{said}");
+    let messages = stderr(&run.output);
+    assert!(messages.contains("stage3_param_persistence_threshold: \"auto\": taken as 320"), "{messages}");
+    assert!(messages.contains("scheduler.params.total_num_steps: \"auto\": taken as 6"), "{messages}");
 }
 
 #[test]
@@ -216,13 +216,13 @@ fn the_checkpoint_writer_shows_its_statistics_where_the_configuration_asks() {
     for shows in [true, false] {
         config["checkpoint"] = json!({"writer": {"show_statistics": shows}});
         std::fs::write(folder.path("ds_config.json"), config.to_string()).unwrap();
-        let said = stderr(&folder.run(2, &["--steps", "2", "--save", "saved"]).output);
+        let messages = stderr(&folder.run(2, &["--steps", "2", "--save", "saved"]).output);
         let checkpoint = folder.path("saved").join("global_step2");
         let files = std::fs::read_dir(checkpoint).unwrap().map(|entry| entry.unwrap());
-        let of_ranks = files.filter(|file| file.path().extension().is_some_and(|e| e == "safetensors"));
-        let bytes: u64 = of_ranks.map(|file| file.metadata().unwrap().len()).sum();
+        let rank_files = files.filter(|file| file.path().extension().is_some_and(|e| e == "safetensors"));
+        let bytes: u64 = rank_files.map(|file| file.metadata().unwrap().len()).sum();
         let line = format!("checkpoint global_step2: {bytes} bytes written in ");
-        assert_eq!(said.contains(&line), shows, "{line}\n{said}");
+        assert_eq!(messages.contains(&line), shows, "{line}\n{messages}");
         std::fs::remove_dir_all(folder.path("saved")).unwrap();
     }
 }
@@ -247,12 +247,12 @@ fn an_exported_model_begins_where_training_ended() {
     let args = |more: &[&'static str]| {
         [&["--data", "text.txt", "--order", "sequential", "--sample", "0", "--steps"], more].concat()
     };
-    let whole = folder.run(2, &args(&["4"])).losses();
+    let uninterrupted = folder.run(2, &args(&["4"])).losses();
     let begun = folder.run(2, &args(&["3", "--export", "model.safetensors"])).losses();
-    assert_eq!(begun, whole[..3]);
-    assert!(whole[3] < whole[2], "{whole:?}");
+    assert_eq!(begun, uninterrupted[..3]);
+    assert!(uninterrupted[3] < uninterrupted[2], "{uninterrupted:?}");
     let continued = folder.run(2, &args(&["1", "--init", "model.safetensors"])).losses();
-    assert_eq!(continued, whole[3..]);
+    assert_eq!(continued, uninterrupted[3..]);
 }
 
 #[test]
@@ -289,12 +289,12 @@ fn a_sample_of_a_pipeline_is_refused_before_it_trains() {
     let mut command = folder.command(2, &["--ds_config", "pipeline.json", "--steps", "2", "--sample", "8"]);
     let output = command.output().unwrap();
     assert!(!output.status.success());
-    let told = stderr(&output);
+    let message = stderr(&output);
     assert!(
-        told.contains(
+        message.contains(
             "--sample is not supported in a pipeline, whose ranks have only parts of the model; leave it out"
         ),
-        "{told}"
+        "{message}"
     );
 }
 

@@ -132,8 +132,8 @@ fn text_for_a_vocabulary_of_other_tokens_is_told() {
     let folder = Folder::new(0);
     let output = folder.train(1, &["--steps", "1", "--vocab", "500"]);
     assert!(output.status.success(), "{}", stderr(&output));
-    let told = "text is read as bytes, so only 256 different tokens occur; the model has a vocabulary of 500\n";
-    assert!(stdout(&output).contains(told), "{}", stdout(&output));
+    let note = "text is read as bytes, so only 256 different tokens occur; the model has a vocabulary of 500\n";
+    assert!(stdout(&output).contains(note), "{}", stdout(&output));
     let output = folder.train(1, &["--steps", "1"]);
     assert!(!stdout(&output).contains("text is read as bytes"), "{}", stdout(&output));
 }

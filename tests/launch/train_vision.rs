@@ -12,7 +12,7 @@ fn train_vision() -> &'static Path {
 }
 
 const SMALL: [&str; 6] = ["--width", "2", "--validation", "20", "--epochs", "2"];
-const MADE: [&str; 4] = ["--image", "8", "--images", "32"];
+const GENERATED: [&str; 4] = ["--image", "8", "--images", "32"];
 
 /// Runs the example in `folder` with a configuration that has a batch size of 16.
 fn run(folder: &Path, ranks: usize, stage: u8, args: &[&str]) -> Output {
@@ -46,42 +46,42 @@ fn result(folder: &Path, output: &Output) -> (Vec<Value>, Vec<u8>) {
 fn a_resnet_18_with_batch_norm_has_the_same_bits_at_all_stages() {
     let folder = tempfile::tempdir().unwrap();
     for ranks in [1, 2] {
-        let of = |stage, more: &[&str]| {
-            let output = run(folder.path(), ranks, stage, &[&MADE, more].concat());
+        let train = |stage, more: &[&str]| {
+            let output = run(folder.path(), ranks, stage, &[&GENERATED, more].concat());
             (result(folder.path(), &output), stdout(&output))
         };
-        let (reference, said) = of(0, &[]);
+        let (reference, text) = train(0, &[]);
         assert_eq!(reference.0.len(), 2);
-        assert!(said.contains("epoch 2 step 4: loss ") && said.contains("validation accuracy"), "{said}");
+        assert!(text.contains("epoch 2 step 4: loss ") && text.contains("validation accuracy"), "{text}");
         let names = reference.1.windows(12).filter(|w| *w == b"running_mean").count();
         assert_eq!(names, 20, "a ResNet-18 has 20 batch norms");
         for stage in 1..4 {
-            assert!(of(stage, &[]).0 == reference, "stage {stage}, world size {ranks}");
+            assert!(train(stage, &[]).0 == reference, "stage {stage}, world size {ranks}");
         }
-        assert!(of(3, &["--activation_checkpointing"]).0 == reference, "recomputed, world size {ranks}");
+        assert!(train(3, &["--activation_checkpointing"]).0 == reference, "recomputed, world size {ranks}");
     }
 }
 
 #[test]
 fn the_large_stem_with_its_overlapping_maximum_has_the_same_bits_at_all_stages() {
     let folder = tempfile::tempdir().unwrap();
-    let of = |stage| {
+    let train = |stage| {
         let args = ["--image", "32", "--images", "32", "--large_stem", "--steps", "2"];
         result(folder.path(), &run(folder.path(), 2, stage, &args))
     };
-    let reference = of(0);
+    let reference = train(0);
     assert_eq!(reference.0.len(), 1);
-    assert!(of(3) == reference);
+    assert!(train(3) == reference);
 }
 
 #[test]
 fn a_run_that_was_stopped_goes_on_with_the_same_bits() {
     let folder = tempfile::tempdir().unwrap();
-    let whole = run(folder.path(), 2, 2, &MADE);
+    let whole = run(folder.path(), 2, 2, &GENERATED);
     let (_, expected) = result(folder.path(), &whole);
     // A schedule that ends earlier would have different rates. Therefore, the run takes all its steps, and the last
     // epoch's checkpoint is removed afterwards.
-    let save = |more: &[&str]| run(folder.path(), 2, 2, &[&MADE[..], &["--save", "saved"], more].concat());
+    let save = |more: &[&str]| run(folder.path(), 2, 2, &[&GENERATED[..], &["--save", "saved"], more].concat());
     result(folder.path(), &save(&[]));
     std::fs::remove_dir_all(folder.path().join("saved/global_step4")).unwrap();
     std::fs::write(folder.path().join("saved/latest"), "global_step2").unwrap();

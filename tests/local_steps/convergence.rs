@@ -26,13 +26,14 @@ fn tokens(data: &TokenData, starts: impl Iterator<Item = usize>) -> (Tensor, Ten
     (tensor(inputs), tensor(targets))
 }
 
-/// Trains on the first nine tenths of the corpus, calling `after` after each step. Returns the validation loss on the
-/// rest, and the bytes that this rank received from other islands or, if there are no islands, from all other ranks.
+/// Trains on the first nine tenths of the corpus, calling `after_step` after each step. Returns the validation loss on
+/// the rest, and the bytes that this rank received from other islands or, if there are no islands, from all other
+/// ranks.
 pub(super) fn trained(
     comm: Arc<dyn Communicator>,
     local_steps: Option<Value>,
     steps: usize,
-    mut after: impl FnMut(&Engine<Gpt>),
+    mut after_step: impl FnMut(&Engine<Gpt>),
 ) -> candle_zero::Result<(f64, u64)> {
     let data = TokenData::open(None)?;
     let split = data.len() / 10 * 9;
@@ -58,7 +59,7 @@ pub(super) fn trained(
         let loss = engine.forward(|model| model.loss(&inputs, &targets))?;
         engine.backward(&loss)?;
         engine.step()?;
-        after(&engine);
+        after_step(&engine);
     }
     let report = engine.island_report().unwrap_or_else(|| engine.comm_report());
     engine.synchronize_islands()?;

@@ -70,9 +70,9 @@ fn an_island_that_cannot_save_is_an_error_on_all_ranks_and_training_continues() 
     assert_eq!(std::fs::read_to_string(dir.path().join("island_1")).unwrap(), "in the way");
 }
 
-/// Trains for 4 steps in fp16 with an overflow on island 0 in step `bad`, and a background save after step 1. Returns
-/// whether each step was applied, for each rank.
-fn with_overflow(dir: &Path, window: usize, bad: usize, check: bool) -> Vec<Vec<bool>> {
+/// Trains for 4 steps in fp16 with an overflow on island 0 in step `overflow_step`, and a background save after step 1.
+/// Returns whether each step was applied, for each rank.
+fn with_overflow(dir: &Path, window: usize, overflow_step: usize, check: bool) -> Vec<Vec<bool>> {
     on_ranks(2, |comm| {
         let rank = comm.rank();
         let mut config = config(&json!({"steps": window}), 1, 2);
@@ -83,7 +83,7 @@ fn with_overflow(dir: &Path, window: usize, bad: usize, check: bool) -> Vec<Vec<
         let mut applied = Vec::new();
         for step in 1..=4 {
             let (x, y) = batch(step, rank, (0, 1));
-            let factor = if rank == 0 && step == bad { 60_000.0 } else { 1.0 };
+            let factor = if rank == 0 && step == overflow_step { 60_000.0 } else { 1.0 };
             let half = |x: Tensor| (x * factor)?.to_dtype(DType::F16);
             let batch = (half(x)?, half(y)?);
             let loss = engine.forward(|model| model.loss(&batch))?;
@@ -103,11 +103,11 @@ fn with_overflow(dir: &Path, window: usize, bad: usize, check: bool) -> Vec<Vec<
 
 #[test]
 fn an_overflow_on_one_island_skips_its_step_only() {
-    for (window, bad, check) in [(50, 2, false), (2, 2, false), (50, 1, true), (1, 1, true)] {
+    for (window, overflow_step, check) in [(50, 2, false), (2, 2, false), (50, 1, true), (1, 1, true)] {
         let dir = tempfile::tempdir().unwrap();
-        let applied = with_overflow(dir.path(), window, bad, check);
-        let expected: Vec<bool> = (1..=4).map(|step| step != bad).collect();
-        assert_eq!(applied, [expected, vec![true; 4]], "windows of {window}, overflow in step {bad}");
+        let applied = with_overflow(dir.path(), window, overflow_step, check);
+        let expected: Vec<bool> = (1..=4).map(|step| step != overflow_step).collect();
+        assert_eq!(applied, [expected, vec![true; 4]], "windows of {window}, overflow in step {overflow_step}");
         assert!(dir.path().join("global_step1").exists() && dir.path().join("island_1/global_step1").exists());
     }
 }

@@ -51,12 +51,13 @@ fn text(seed: u64) -> (Tensor, Tensor) {
     (tensor(0), tensor(1))
 }
 
-/// Trains up to the last step, calling `after` after each step, and returns the loss on text that was not trained on.
+/// Trains up to the last step, calling `after_step` after each step, and returns the loss on text that was not trained
+/// on.
 fn trained(
     comm: Arc<dyn Communicator>,
     section: Value,
     steps: u64,
-    mut after: impl FnMut(&Engine<Gpt>),
+    mut after_step: impl FnMut(&Engine<Gpt>),
 ) -> candle_zero::Result<f32> {
     let gpt = GptConfig {
         vocab: VOCABULARY,
@@ -73,7 +74,7 @@ fn trained(
         let loss = engine.forward(|model| model.loss(&inputs, &targets))?;
         engine.backward(&loss)?;
         engine.step()?;
-        after(&engine);
+        after_step(&engine);
     }
     engine.synchronize_islands()?;
     let losses = (0..4).map(|number| {
@@ -109,7 +110,7 @@ fn as_an_island() {
 struct Server {
     process: Child,
     address: String,
-    told: Arc<Mutex<Vec<String>>>,
+    messages: Arc<Mutex<Vec<String>>>,
 }
 
 impl Server {
@@ -120,20 +121,20 @@ impl Server {
         let mut line = String::new();
         BufReader::new(process.stdout.take().unwrap()).read_line(&mut line).unwrap();
         let address = line.trim().strip_prefix("island server: listening on ").unwrap().to_string();
-        let told = Arc::new(Mutex::new(Vec::new()));
+        let messages = Arc::new(Mutex::new(Vec::new()));
         let errors = BufReader::new(process.stderr.take().unwrap());
         std::thread::spawn({
-            let told = told.clone();
-            move || errors.lines().map_while(Result::ok).for_each(|line| told.lock().unwrap().push(line))
+            let messages = messages.clone();
+            move || errors.lines().map_while(Result::ok).for_each(|line| messages.lock().unwrap().push(line))
         });
-        Self { process, address, told }
+        Self { process, address, messages }
     }
 
     /// Waits until the server has printed `text` for the `count`th time.
     fn wait_for(&self, text: &str, count: usize) {
         wait_up_to(LIMIT, text, || {
-            let told = self.told.lock().unwrap();
-            (told.iter().filter(|line| line.contains(text)).count() >= count).then_some(())
+            let messages = self.messages.lock().unwrap();
+            (messages.iter().filter(|line| line.contains(text)).count() >= count).then_some(())
         });
     }
 
@@ -159,13 +160,13 @@ fn island_of(server: &Server, slot: usize, program: &str, dir: &Path, (gates, st
 }
 
 /// Waits until the island in `slot` is at a gate, and returns its process.
-fn at(dir: &Path, step: u64, slot: usize) -> Pid {
+fn at_gate(dir: &Path, step: u64, slot: usize) -> Pid {
     let file = dir.join(format!("at.{step}.{slot}"));
     let pid = wait_up_to(LIMIT, "an island at a gate", || std::fs::read_to_string(&file).ok()?.parse().ok());
     Pid::from_raw(pid).unwrap()
 }
 
-fn open(dir: &Path, step: u64) {
+fn open_gate(dir: &Path, step: u64) {
     std::fs::write(dir.join(format!("open.{step}")), "").unwrap();
 }
 
@@ -189,19 +190,19 @@ fn two_islands_that_are_killed_and_one_that_comes_later_join_without_stopping_th
     let dir = dir.path();
     let (server, gates) = (Server::start(), ("12,32", STEPS));
     let mut islands: Vec<Child> = (0..3).map(|slot| island(&server, slot, dir, gates)).collect();
-    let victim = at(dir, 12, 1);
-    [0, 2].iter().for_each(|slot| _ = at(dir, 12, *slot));
+    let victim = at_gate(dir, 12, 1);
+    [0, 2].iter().for_each(|slot| _ = at_gate(dir, 12, *slot));
     kill_process(victim, Signal::KILL).unwrap();
     islands.push(island(&server, 3, dir, gates));
     server.wait_for("island 1 waits to join", 1);
     server.wait_for("island 3 waits to join", 1);
-    open(dir, 12);
-    let victims = [at(dir, 32, 0), at(dir, 32, 1), at(dir, 32, 2), at(dir, 32, 3)];
+    open_gate(dir, 12);
+    let victims = [at_gate(dir, 32, 0), at_gate(dir, 32, 1), at_gate(dir, 32, 2), at_gate(dir, 32, 3)];
     // The donor dies, and the island that was killed before dies again.
     victims[..2].iter().for_each(|victim| kill_process(*victim, Signal::KILL).unwrap());
     server.wait_for("island 0 waits to join", 1);
     server.wait_for("island 1 waits to join", 2);
-    open(dir, 32);
+    open_gate(dir, 32);
     let losses: Vec<f32> = islands.into_iter().map(final_loss).collect();
     assert!(losses.iter().all(|loss| *loss == losses[0]), "{losses:?}");
     server.wait_for("joins after step 20", 2);
@@ -271,7 +272,7 @@ fn islands_that_are_killed_twice_and_join_twice_are_within_one_percent_of_synchr
     let server = Server::start();
     let start = |slot: usize| island_of(&server, slot, "as_an_island_that_trains_nano", dir, ("", steps));
     // Waits until island 0 has taken the given share of its steps.
-    let reached = |share: f64| {
+    let wait_for_share = |share: f64| {
         let first = (steps as f64 * share) as u64;
         wait_up_to(Duration::from_secs(3600), "a step of island 0", || {
             let text = std::fs::read_to_string(dir.join("step.0")).ok()?;
@@ -285,16 +286,16 @@ fn islands_that_are_killed_twice_and_join_twice_are_within_one_percent_of_synchr
         kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
     };
     let mut islands: Vec<Child> = (0..3).map(start).collect();
-    reached(0.15);
+    wait_for_share(0.15);
     let mut late = start(3);
-    reached(0.3);
+    wait_for_share(0.3);
     kill(1);
-    reached(0.45);
+    wait_for_share(0.45);
     super::support::processes::send(Signal::TERM, &late);
     late.wait().unwrap();
-    reached(0.6);
+    wait_for_share(0.6);
     islands.push(start(3));
-    reached(0.7);
+    wait_for_share(0.7);
     kill(1);
     let losses: Vec<f32> = islands.into_iter().map(final_loss).collect();
     server.wait_for("island 1 waits to join", 2);

@@ -48,7 +48,7 @@ fn island<T: Send + 'static>(
     std::thread::spawn(move || threads::run(ranks, program).unwrap())
 }
 
-fn well<T>(island: JoinHandle<Vec<candle_zero::Result<T>>>) -> Vec<T> {
+fn results<T>(island: JoinHandle<Vec<candle_zero::Result<T>>>) -> Vec<T> {
     island.join().unwrap().into_iter().map(|rank| rank.unwrap()).collect()
 }
 
@@ -73,7 +73,7 @@ fn run_all(section: &Value, stage: usize, (islands, ranks): (usize, usize), step
             Ok(all)
         })
     });
-    all.collect::<Vec<_>>().into_iter().flat_map(well).collect()
+    all.collect::<Vec<_>>().into_iter().flat_map(results).collect()
 }
 
 #[test]
@@ -144,8 +144,8 @@ impl Directed {
         let thread = std::thread::spawn(move || {
             let received = Mutex::new(received);
             let answer = Mutex::new(answer);
-            let told = threads::run(1, |comm| direct(comm, &config, slot, &received.lock().unwrap(), &answer));
-            if let Err(error) = told.unwrap().remove(0) {
+            let result = threads::run(1, |comm| direct(comm, &config, slot, &received.lock().unwrap(), &answer));
+            if let Err(error) = result.unwrap().remove(0) {
                 _ = answer.lock().unwrap().send(Answer::Failed(error.to_string()));
             }
         });
@@ -202,7 +202,7 @@ fn direct(
     orders: &Receiver<Order>,
     answer: &Mutex<Sender<Answer>>,
 ) -> candle_zero::Result<()> {
-    let tell = |told: Answer| _ = answer.lock().unwrap().send(told);
+    let tell = |message: Answer| _ = answer.lock().unwrap().send(message);
     let mut engine = engine_in_slot(comm, config.clone(), slot)?;
     let ready =
         |engine: &Engine<Model>| Answer::Ready { step: engine.global_steps(), slot: engine.island().unwrap().0 };
@@ -214,10 +214,10 @@ fn direct(
                 for _ in 0..steps {
                     let step = usize::try_from(engine.global_steps()).unwrap() + 1;
                     let batch = batch(step, slot, (0, 1));
-                    let of_step = engine.forward(|model| model.loss(&batch))?;
-                    engine.backward(&of_step)?;
+                    let step_loss = engine.forward(|model| model.loss(&batch))?;
+                    engine.backward(&step_loss)?;
                     engine.step()?;
-                    loss = of_step.to_scalar()?;
+                    loss = step_loss.to_scalar()?;
                 }
                 tell(Answer::Trained { weights: weights(&mut engine), loss });
             }
@@ -306,14 +306,14 @@ fn an_island_that_joins_where_the_others_synchronize_has_their_weights() {
     let mut islands: Vec<Directed> = (0..2).map(|slot| Directed::start(config.clone(), slot)).collect();
     islands.iter().for_each(|island| assert_eq!(island.ready().0, 0));
     train_all(&islands, 6);
-    let joins = Directed::start(config, 2);
+    let joining = Directed::start(config, 2);
     wait_until(&server, &[0, 1], &[2]);
     // The exchange after step 8 names a donor. The synchronization then changes the weights of the other fragment.
     train_all(&islands, 2);
     islands.iter().for_each(|island| island.order(Order::Synchronize));
     islands.iter().for_each(|island| _ = island.trained());
-    assert_eq!(joins.ready(), (8, 2));
-    islands.push(joins);
+    assert_eq!(joining.ready(), (8, 2));
+    islands.push(joining);
     train_all(&islands, 5);
     wait_until(&server, &[0, 1, 2], &[]);
     synchronized(islands);
@@ -326,25 +326,25 @@ fn eventful(server: &IslandServer, is_replay: bool) -> Weights {
     let mut islands: Vec<Directed> = (0..2).map(|slot| Directed::start(config.clone(), slot)).collect();
     islands.iter().for_each(|island| assert_eq!(island.ready().0, 0));
     train_all(&islands, 6);
-    let joins = Directed::start(config, 2);
+    let joining = Directed::start(config, 2);
     wait_until(server, &[0, 1], &[2]);
     train_all(&islands, 2);
     // The donor gives its state at the beginning of its next step.
     islands.iter().for_each(|island| island.order(Order::Train(3)));
-    assert_eq!(joins.ready(), (8, 2));
-    joins.order(Order::Train(3));
-    islands.push(joins);
+    assert_eq!(joining.ready(), (8, 2));
+    joining.order(Order::Train(3));
+    islands.push(joining);
     islands.iter().for_each(|island| _ = island.trained());
-    let leaves = islands.remove(1);
+    let leaving = islands.remove(1);
     if is_replay {
-        leaves.order(Order::Train(1));
+        leaving.order(Order::Train(1));
     } else {
-        leaves.die();
+        leaving.die();
         train_all(&islands, 3);
         return synchronized(islands);
     }
     train_all(&islands, 3);
-    let why = leaves.failed();
+    let why = leaving.failed();
     assert!(why.ends_with("in the recorded run, it left before the exchange after step 12"), "{why}");
     synchronized(islands)
 }

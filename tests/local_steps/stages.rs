@@ -77,7 +77,7 @@ fn an_exchange_moves_the_bytes_of_the_formula() {
                 .kinds
                 .iter()
                 .filter(|(kind, _)| kind.name() != "control")
-                .map(|(_, of)| of.wire_bytes)
+                .map(|(_, traffic)| traffic.wire_bytes)
                 .sum::<u64>())
         })
     };

@@ -221,8 +221,8 @@ fn found(plant: Plant, sleep: Sleep, rank: Rank) -> Option<String> {
 }
 
 #[track_caller]
-fn assert_found(found: Option<String>, what: &str) {
-    assert!(found.as_ref().is_some_and(|text| text.contains(what)), "not {what:?} but {found:?}");
+fn assert_found(found: Option<String>, expected: &str) {
+    assert!(found.as_ref().is_some_and(|text| text.contains(expected)), "not {expected:?} but {found:?}");
 }
 
 const RACE: &str = "Causality violation";

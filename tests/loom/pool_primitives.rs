@@ -168,7 +168,7 @@ impl<T: Copy> JobCell<T> {
     /// The caller need not ensure anything, because loom reports races.
     pub unsafe fn set(&self, value: T) {
         // SAFETY: loom runs one thread at a time.
-        self.0.with_mut(|place| unsafe { *place = value });
+        self.0.with_mut(|pointer| unsafe { *pointer = value });
     }
 }
 
@@ -234,9 +234,9 @@ impl<T> Drop for CallerGuard<'_, T> {
 }
 
 /// A helper's polling for the next job.
-pub struct Lookout;
+pub struct SpinWait;
 
-impl Lookout {
+impl SpinWait {
     pub fn new() -> Self {
         Self
     }

@@ -7,7 +7,7 @@
 //! - The futex is a mutex and a condition variable around the same comparison that the kernel makes. A nap has no
 //!   clock: it lasts until any rank has published or left since the previous nap.
 //!
-//! Loom treats SeqCst as acquire and release (and a little more), so a thread passes a SeqCst fence, which loom
+//! Loom treats SeqCst as acquire and release (and a little more), so a thread executes a SeqCst fence, which loom
 //! supports, between a SeqCst store and its next SeqCst load. A fence, or the mutex, may also hide a missing Acquire or
 //! Release. There are therefore also tests in which no thread sleeps; they do not need SeqCst, and use no fences.
 
@@ -225,7 +225,7 @@ struct Block {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FailureTextKind {
     /// The rank's reason for giving up.
-    LastWords,
+    AbortReason,
     /// The cause of the rank's death, as the launcher saw it.
     Cause,
 }

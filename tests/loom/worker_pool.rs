@@ -23,7 +23,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-const LOOKS_ON: Settings = Settings { sleep: false, plant: PoolPlant::None };
+const POLLS: Settings = Settings { sleep: false, plant: PoolPlant::None };
 const SLEEPS: Settings = Settings { sleep: true, plant: PoolPlant::None };
 
 loom::thread_local! {
@@ -160,12 +160,12 @@ fn run_jobs(helpers: usize, parts: &[usize]) {
 
 #[test]
 fn every_part_runs_once_and_the_caller_sees_it_in_every_order() {
-    in_every_order(6, LOOKS_ON, || run_jobs(1, &[2, 2]));
+    in_every_order(6, POLLS, || run_jobs(1, &[2, 2]));
 }
 
 #[test]
 fn jobs_of_two_helpers_never_mix() {
-    in_every_order(1, LOOKS_ON, || run_jobs(2, &[2, 2]));
+    in_every_order(1, POLLS, || run_jobs(2, &[2, 2]));
 }
 
 #[test]
@@ -221,7 +221,7 @@ fn no_helper_enters_a_job_twice() {
 /// Two callers run jobs at the same time, so one of them may have no helper.
 #[test]
 fn each_of_two_callers_gets_its_own_parts_done() {
-    in_every_order(3, LOOKS_ON, || {
+    in_every_order(3, POLLS, || {
         let pool = Pool::new();
         let call = |pool: &Arc<Pool>, value| {
             let job = Job::new(2, value);
@@ -245,7 +245,7 @@ fn panic_as_planted() {
 /// like any other.
 #[test]
 fn a_panic_in_a_part_reaches_the_caller_and_the_pool_goes_on() {
-    in_every_order(5, LOOKS_ON, || {
+    in_every_order(5, POLLS, || {
         let (pool, next) = (Pool::new(), atomic::AtomicUsize::new(0));
         let other = Job::new(1, 5);
         let work = || {
@@ -273,7 +273,7 @@ fn a_panic_in_a_part_reaches_the_caller_and_the_pool_goes_on() {
 /// The caller's own panic is the one that counts, and the helper's does not remain for the next job.
 #[test]
 fn panics_of_all_threads_leave_none_behind() {
-    in_every_order(5, LOOKS_ON, || {
+    in_every_order(5, POLLS, || {
         let pool = Pool::new();
         let panic = catch_unwind(AssertUnwindSafe(|| pool.run(1, &panic_as_planted))).expect_err("a panic");
         assert_eq!(panic.downcast_ref(), Some(&"as planted"));
@@ -293,10 +293,10 @@ fn found(plant: PoolPlant, sleep: bool) -> Option<String> {
 }
 
 #[track_caller]
-fn assert_found(plant: PoolPlant, sleep: bool, what: &str) {
+fn assert_found(plant: PoolPlant, sleep: bool, expected: &str) {
     println!("{plant:?}");
     let found = found(plant, sleep);
-    assert!(found.as_ref().is_some_and(|text| text.contains(what)), "not {what:?} but {found:?}");
+    assert!(found.as_ref().is_some_and(|text| text.contains(expected)), "not {expected:?} but {found:?}");
 }
 
 const RACE: &str = "Causality violation";

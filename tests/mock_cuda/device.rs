@@ -31,8 +31,8 @@ fn name_of(error: DriverError) -> String {
 pub fn ptx() -> &'static Path {
     static PTX: OnceLock<PathBuf> = OnceLock::new();
     PTX.get_or_init(|| {
-        if let Some(of_parent) = std::env::var_os(PTX_OF_PARENT) {
-            return of_parent.into();
+        if let Some(path) = std::env::var_os(PTX_OF_PARENT) {
+            return path.into();
         }
         let nvcc = Path::new(&std::env::var_os("CUDA_HOME").expect("CUDA_HOME names the mock")).join("bin/nvcc");
         let source = concat!(env!("CARGO_MANIFEST_DIR"), "/mock_cuda/kernels.cu");

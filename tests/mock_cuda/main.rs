@@ -55,11 +55,11 @@ fn role() -> Option<String> {
 
 /// Returns whether `test` can run. If it cannot, reports it as skipped.
 fn stand_in<T: Fn()>(test: T) -> bool {
-    let there = is_stand_in();
-    if !there {
+    let is_available = is_stand_in();
+    if !is_available {
         skips::skipped(test, "needs the mock of CUDA, tools/mock_cuda");
     }
-    there
+    is_available
 }
 
 #[test]
@@ -337,6 +337,6 @@ fn a_call_without_a_stand_in_says_its_name() {
     }
     insta::assert_snapshot!(
         fault_of(&child("a_call_without_a_stand_in_says_its_name", "", 0, &[])),
-        @"mock_cuda: cuGraphDestroy has no stand-in"
+        @"mock_cuda: cuGraphDestroy is not implemented"
     );
 }

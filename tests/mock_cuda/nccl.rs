@@ -172,15 +172,15 @@ fn collectives_of_threads_give_what_their_names_say() {
     for size in [1, 2, 4] {
         let ranks = on_ranks(size, |rank| {
             let (r, n) = (rank.rank as f32, size);
-            let (own, whole) = (rank.filled(&[r; 3]), rank.filled(&vec![0.0; 3 * n]));
-            rank.run(nccl().all_gather, own, whole, 3);
-            let gathered = rank.read(whole, 3 * n);
+            let (input, output) = (rank.filled(&[r; 3]), rank.filled(&vec![0.0; 3 * n]));
+            rank.run(nccl().all_gather, input, output, 3);
+            let gathered = rank.read(output, 3 * n);
             let sum = rank.filled(&[0.0; 3]);
-            rank.sum(own, sum, 3);
+            rank.sum(input, sum, 3);
             let summed = rank.read(sum, 3);
             // A sum can also be computed in place.
-            rank.sum(own, own, 3);
-            assert_eq!(rank.read(own, 3), summed);
+            rank.sum(input, input, 3);
+            assert_eq!(rank.read(input, 3), summed);
             let parts = rank.filled(&(0..2 * n).map(|i| r + i as f32).collect::<Vec<_>>());
             let part = rank.filled(&[0.0; 2]);
             // SAFETY: the buffers have this many elements.

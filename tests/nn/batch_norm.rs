@@ -131,11 +131,11 @@ fn parts_of_a_batch_train_as_the_whole_with_candles_batch_norm() {
 fn stages_and_recomputation_give_the_same_bits() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("net");
-    let of = |stage, recompute| (train(2, stage, true, recompute, &file), std::fs::read(&file).unwrap());
-    let reference = of(0, false);
+    let results = |stage, recompute| (train(2, stage, true, recompute, &file), std::fs::read(&file).unwrap());
+    let reference = results(0, false);
     for stage in 0..4 {
         for recompute in [false, true] {
-            assert!(of(stage, recompute) == reference, "stage {stage}, recomputed {recompute}");
+            assert!(results(stage, recompute) == reference, "stage {stage}, recomputed {recompute}");
         }
     }
 }
@@ -154,8 +154,8 @@ fn without_an_engine_it_is_batch_norm_with_its_gradients() {
         let g = Tensor::from_iter((0..numel).map(|i: usize| ((i * 13) % 11) as f32 - 4.0), &Device::Cpu).unwrap();
         let g = g.reshape(&dims[..]).unwrap();
         let close = |a: &Tensor, b: &Tensor| {
-            let apart = (a - b).unwrap().abs().unwrap().flatten_all().unwrap().max(0).unwrap();
-            assert!(apart.to_scalar::<f32>().unwrap() < 1e-5, "{a} {b}");
+            let difference = (a - b).unwrap().abs().unwrap().flatten_all().unwrap().max(0).unwrap();
+            assert!(difference.to_scalar::<f32>().unwrap() < 1e-5, "{a} {b}");
         };
         for train in [true, false] {
             let [a, b] = [candle.forward_t(&x, train).unwrap(), sync.forward_t(&x, train).unwrap()];
@@ -226,13 +226,13 @@ fn wrong_inputs_are_errors_in_words() {
     let varmap = VarMap::new();
     let vb = VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu);
     let norm = sync_batch_norm(3, 1e-5, vb.clone()).unwrap();
-    let of = |dims: &[usize]| {
+    let error_for = |dims: &[usize]| {
         let x = Tensor::ones(dims, DType::F32, &Device::Cpu).unwrap();
         norm.forward_train(&x).unwrap_err().to_string()
     };
-    assert!(of(&[2, 4, 5]).contains("[batch, 3, ..]"));
-    assert!(of(&[3]).contains("[batch, 3, ..]"));
-    assert!(of(&[1, 3]).contains("at least two"));
+    assert!(error_for(&[2, 4, 5]).contains("[batch, 3, ..]"));
+    assert!(error_for(&[3]).contains("[batch, 3, ..]"));
+    assert!(error_for(&[1, 3]).contains("at least two"));
     for config in [
         BatchNormConfig { eps: -1.0, ..BatchNormConfig::default() },
         BatchNormConfig { momentum: 1.5, ..BatchNormConfig::default() },

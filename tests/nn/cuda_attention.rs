@@ -26,10 +26,10 @@ fn grouped(
     let layer = move |a: &[candle_core::Tensor]| {
         nn::attention(&a[0], &a[1], &a[2], heads, kv_heads, &attend, sequences.as_ref())
     };
-    let of_ops = move |a: &[candle_core::Tensor]| {
+    let reference = move |a: &[candle_core::Tensor]| {
         composed::attention(&a[0], &a[1], &a[2], heads, kv_heads, &attend, packed.as_ref())
     };
-    Case { rounds_on_the_way: true, ..case(name, &[&q, &kv, &kv], layer, of_ops) }
+    Case { rounds_on_the_way: true, ..case(name, &[&q, &kv, &kv], layer, reference) }
 }
 
 /// Returns a case with queries, keys and values side by side.
@@ -38,8 +38,8 @@ fn fused([batch, time, heads, _, head]: Sizes, attend: AttentionOptions, sequenc
     let name = format!("fused attention {shape:?} of {heads} heads, {attend:?}, {sequences:?}");
     let packed = sequences.clone();
     let layer = move |a: &[candle_core::Tensor]| nn::fused_attention(&a[0], heads, &attend, sequences.as_ref());
-    let of_ops = move |a: &[candle_core::Tensor]| composed::fused_attention(&a[0], heads, &attend, packed.as_ref());
-    Case { rounds_on_the_way: true, ..case(name, &[&shape], layer, of_ops) }
+    let reference = move |a: &[candle_core::Tensor]| composed::fused_attention(&a[0], heads, &attend, packed.as_ref());
+    Case { rounds_on_the_way: true, ..case(name, &[&shape], layer, reference) }
 }
 
 #[test]
@@ -82,14 +82,14 @@ fn attention_with_windows_caps_and_packed_rows_is_that_of_the_formulas_with_its_
 #[test]
 fn attention_over_a_thousand_positions_is_that_of_the_formulas() {
     let Some(gpu) = gpu_for(attention_over_a_thousand_positions_is_that_of_the_formulas) else { return };
-    let of = grouped([1, 1000, 1, 1, 4], AttentionOptions::default(), None);
+    let case = grouped([1, 1000, 1, 1, 4], AttentionOptions::default(), None);
     let inputs = [1, 2, 3].map(|seed| tensor(&[1, 1000, 4], seed, DType::F32));
     let on_gpu = inputs.clone().map(|x| x.to_device(&gpu).unwrap());
-    let (y, grads) = run(&of.layer, &on_gpu);
-    let (want, want_grads) = run(&of.composed, &inputs.map(|x| x.to_dtype(DType::F64).unwrap()));
+    let (y, grads) = run(&case.layer, &on_gpu);
+    let (want, want_grads) = run(&case.composed, &inputs.map(|x| x.to_dtype(DType::F64).unwrap()));
     // Gradients are sums over a thousand queries; the errors of scores and weights add up in them.
-    let of_all = [(&y, &want, 1e-6)].into_iter().chain(grads.iter().zip(&want_grads).map(|(g, w)| (g, w, 4e-6)));
-    for (got, want, tolerance) in of_all {
+    let comparisons = [(&y, &want, 1e-6)].into_iter().chain(grads.iter().zip(&want_grads).map(|(g, w)| (g, w, 4e-6)));
+    for (got, want, tolerance) in comparisons {
         let want = flat(want);
         let most = want.iter().fold(1.0, |most: f64, x| most.max(x.abs()));
         let error = flat(got).iter().zip(&want).fold(0.0, |most: f64, (g, w)| most.max((g - w).abs()));
@@ -123,11 +123,11 @@ fn attention_has_the_same_bits_for_any_order_of_blocks_and_threads() {
     if std::env::var_os(ALONE).is_some() {
         let gpu = gpu(0).unwrap();
         for dtype in [DType::F32, DType::BF16] {
-            let of =
+            let case =
                 grouped([1, 70, 4, 2, 8], AttentionOptions { window: Some(50), ..AttentionOptions::default() }, None);
             let args: Vec<_> =
-                (0..).zip(&of.shapes).map(|(i, s)| tensor(s, i, dtype).to_device(&gpu).unwrap()).collect();
-            let layer: &Function = &of.layer;
+                (0..).zip(&case.shapes).map(|(i, s)| tensor(s, i, dtype).to_device(&gpu).unwrap()).collect();
+            let layer: &Function = &case.layer;
             let (y, grads) = run(layer, &args);
             let digest =
                 [&y].into_iter().chain(&grads).flat_map(flat).fold(0u64, |d, x| d.rotate_left(5) ^ x.to_bits());

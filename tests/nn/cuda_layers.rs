@@ -62,8 +62,8 @@ pub(super) fn run(function: &Function, args: &[Tensor]) -> (Tensor, Vec<Tensor>)
     // A scalar has no dimensions to sum.
     let sum = if product.rank() == 0 { product } else { product.sum_all().unwrap() };
     let grads = sum.backward().unwrap();
-    let of = |t: &Tensor| grads.get(t).cloned().unwrap_or_else(|| t.zeros_like().unwrap());
-    (y.detach(), tensors.iter().map(of).collect())
+    let gradient = |t: &Tensor| grads.get(t).cloned().unwrap_or_else(|| t.zeros_like().unwrap());
+    (y.detach(), tensors.iter().map(gradient).collect())
 }
 
 /// Asserts that each value of `got` differs from that of `want` by at most `tolerance` times `floor`, or times the
@@ -163,14 +163,14 @@ fn activations_and_gates_are_those_of_the_formulas_with_their_slopes() {
         cases.push(case(format!("gelu_gated {shape:?}"), &two, geglu, |a| composed::gelu_gated(&a[0], &a[1])));
     }
     check(&gpu, cases);
-    let far = Tensor::new(&[-1e18f32, -1e4, -110.0, 110.0, 1e4, 1e18], &gpu).unwrap();
+    let extremes = Tensor::new(&[-1e18f32, -1e4, -110.0, 110.0, 1e4, 1e18], &gpu).unwrap();
     let functions: [fn(&Tensor) -> Result<Tensor>; 3] = [nn::gelu_tanh, nn::gelu, nn::silu];
     for function in functions {
-        let x = Var::from_tensor(&far).unwrap();
+        let x = Var::from_tensor(&extremes).unwrap();
         let y = function(&x).unwrap();
         let slope = flat(y.sum_all().unwrap().backward().unwrap().get(&x).unwrap());
         assert_eq!(flat(&y)[..3], [0.0; 3], "activations far below zero are zero");
-        assert_eq!(flat(&y)[3..], flat(&far)[3..], "activations far above zero are the identity");
+        assert_eq!(flat(&y)[3..], flat(&extremes)[3..], "activations far above zero are the identity");
         close(&slope, &[0.0, 0.0, 0.0, 1.0, 1.0, 1.0], 1e-11, 1.0, "slopes far from zero");
     }
 }
@@ -314,8 +314,8 @@ fn looked_up_rows_give_their_gradients_in_a_fixed_order() {
     let Some(gpu) = gpu_for(looked_up_rows_give_their_gradients_in_a_fixed_order) else { return };
     let mut cases = Vec::new();
     for (shape, rows, width) in [(vec![1, 1], 1, 1), (vec![2, 40], 7, 17), (vec![9], 1000, 130)] {
-        let of = move |device: &Device| ids(&shape, rows as u32, device);
-        let (on_gpu, on_host) = (of(&gpu), of(&Device::Cpu));
+        let ids_on = move |device: &Device| ids(&shape, rows as u32, device);
+        let (on_gpu, on_host) = (ids_on(&gpu), ids_on(&Device::Cpu));
         let again = on_gpu.clone();
         cases.push(case(
             format!("embedding of {rows} x {width}"),
@@ -326,23 +326,23 @@ fn looked_up_rows_give_their_gradients_in_a_fixed_order() {
     }
     check(&gpu, cases);
     // Further cases are an f32 table in a 16-bit model, a padding row, and a table that is also the output projection.
-    let (at, table) = (ids(&[3, 17], 11, &gpu), tensor(&[12, 7], 1, DType::F32).to_device(&gpu).unwrap());
-    let low: Function = Box::new(move |a| nn::embedding_in(&at, &a[0], DType::BF16));
+    let (indices, table) = (ids(&[3, 17], 11, &gpu), tensor(&[12, 7], 1, DType::F32).to_device(&gpu).unwrap());
+    let low: Function = Box::new(move |a| nn::embedding_in(&indices, &a[0], DType::BF16));
     let (y, grads) = run(&low, std::slice::from_ref(&table));
     assert_eq!((y.dtype(), grads[0].dtype()), (DType::BF16, DType::F32));
     let vb = candle_nn::VarMap::new();
     let builder = candle_nn::VarBuilder::from_varmap(&vb, DType::F32, &gpu);
     let layer = nn::Embedding::new(5, 3, builder).unwrap().padding(Some(2));
-    let of = Tensor::new(&[2u32, 1, 2, 4, 1], &gpu).unwrap();
-    let loss = candle_nn::Module::forward(&layer, &of).unwrap().sum_all().unwrap();
+    let rows = Tensor::new(&[2u32, 1, 2, 4, 1], &gpu).unwrap();
+    let loss = candle_nn::Module::forward(&layer, &rows).unwrap().sum_all().unwrap();
     let grads = loss.backward().unwrap();
     let want = [[0.0; 3], [2.0; 3], [0.0; 3], [0.0; 3], [1.0; 3]].concat();
     assert_eq!(flat(grads.get(layer.weight()).unwrap()), want);
     let tied = |device: Device| -> Function {
-        let at = ids(&[2, 9], 12, &device);
+        let indices = ids(&[2, 9], 12, &device);
         let targets = ids(&[2, 9], 11, &device);
         Box::new(move |a| {
-            let h = nn::embedding(&at, &a[0])?;
+            let h = nn::embedding(&indices, &a[0])?;
             nn::linear_cross_entropy(&nn::gelu_tanh(&h)?, &a[0], WeightLayout::OutIn, &targets)
         })
     };
@@ -376,7 +376,7 @@ fn losses_are_those_of_the_formulas_with_their_slopes() {
     for shape in [vec![1, 1], vec![2, 3, 11], vec![5, 257], vec![2, 9001]] {
         let (classes, leading) = (shape[shape.len() - 1] as u32, shape[..shape.len() - 1].to_vec());
         let (i, j) = (ids(&leading, classes, &gpu), ids(&leading, classes, &Device::Cpu));
-        let of = move |x: &Tensor, on_gpu: &Tensor| {
+        let reference = move |x: &Tensor, on_gpu: &Tensor| {
             composed::cross_entropy(&(x * 4.0)?, if x.device().is_cpu() { &j } else { on_gpu })
         };
         let again = i.clone();
@@ -384,7 +384,7 @@ fn losses_are_those_of_the_formulas_with_their_slopes() {
             format!("cross_entropy {shape:?}"),
             &[&shape],
             move |a| nn::cross_entropy(&(&a[0] * 4.0)?, &i),
-            move |a| of(&a[0], &again),
+            move |a| reference(&a[0], &again),
         ));
     }
     for (layout, cap, divisor) in [
@@ -511,26 +511,26 @@ fn linear_layers_and_what_follows_are_those_of_the_formulas_with_their_slopes() 
         let layout = if i % 2 == 0 { WeightLayout::OutIn } else { WeightLayout::InOut };
         let weight = if i % 2 == 0 { [outputs, inputs] } else { [inputs, outputs] };
         let all: [&[usize]; 4] = [&[rows, inputs], &weight, &[outputs], &[rows, outputs]];
-        fn then(activation: Option<Activation>, residual: &Tensor) -> LinearEpilogue<'_> {
+        fn epilogue(activation: Option<Activation>, residual: &Tensor) -> LinearEpilogue<'_> {
             LinearEpilogue { activation, residual: Some(residual) }
         }
         cases.push(case(
             format!("linear_then {activation:?} {layout:?}"),
             &all,
-            move |a| nn::linear_then(&a[0], &a[1], Some(&a[2]), layout, then(activation, &a[3])),
-            move |a| composed::linear_then(&a[0], &a[1], Some(&a[2]), layout, then(activation, &a[3])),
+            move |a| nn::linear_with_epilogue(&a[0], &a[1], Some(&a[2]), layout, epilogue(activation, &a[3])),
+            move |a| composed::linear_with_epilogue(&a[0], &a[1], Some(&a[2]), layout, epilogue(activation, &a[3])),
         ));
-        let alone = LinearEpilogue { activation, residual: None };
+        let activation_only = LinearEpilogue { activation, residual: None };
         // One weight is used twice: before the activation, and on the activation's result.
         cases.push(case(
             format!("linear_then twice {activation:?} {layout:?}"),
             &[&[2, 3, 4], &[4, 4]],
             move |a| {
-                let h = nn::linear_then(&a[0], &a[1], None, layout, alone)?;
+                let h = nn::linear_with_epilogue(&a[0], &a[1], None, layout, activation_only)?;
                 nn::add(&nn::linear(&h, &a[1], None, layout)?, &a[0])
             },
             move |a| {
-                let h = composed::linear_then(&a[0], &a[1], None, layout, alone)?;
+                let h = composed::linear_with_epilogue(&a[0], &a[1], None, layout, activation_only)?;
                 composed::linear(&h, &a[1], None, layout)? + &a[0]
             },
         ));

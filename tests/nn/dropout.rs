@@ -128,8 +128,8 @@ fn evaluation_drops_nothing() {
         let gpt = Gpt::new(&gpt(dropout, false), VarBuilder::from_varmap(&backend, DType::F32, &Device::Cpu)).unwrap();
         // Every weight is the same function of its position, so both models are equal.
         for (name, var) in backend.data().lock().unwrap().iter() {
-            let place = |i: usize| ((i + name.len()) % 13) as f32 / 100.0;
-            let values = Tensor::from_iter((0..var.elem_count()).map(place), &Device::Cpu).unwrap();
+            let value = |i: usize| ((i + name.len()) % 13) as f32 / 100.0;
+            let values = Tensor::from_iter((0..var.elem_count()).map(value), &Device::Cpu).unwrap();
             var.set(&values.reshape(var.shape()).unwrap()).unwrap();
         }
         gpt

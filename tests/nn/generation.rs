@@ -23,7 +23,7 @@ fn likeliest(logits: &[f32]) -> u32 {
 }
 
 /// Returns the largest difference, relative to the largest number in `want`.
-fn far(got: &[f32], want: &[f32]) -> f32 {
+fn relative_error(got: &[f32], want: &[f32]) -> f32 {
     let largest = |values: &mut dyn Iterator<Item = f32>| values.fold(0f32, |most, x| most.max(x.abs()));
     assert_eq!(got.len(), want.len());
     largest(&mut got.iter().zip(want).map(|(a, b)| a - b)) / largest(&mut want.iter().copied())
@@ -40,7 +40,7 @@ fn continues_as_without_a_cache<A: Architecture>(model: &LanguageModel<A>, n: us
         text.push(likeliest(&logits));
         logits = model.extend(&mut session, &text[text.len() - 1..]).unwrap();
         assert_eq!(session.tokens(), text);
-        let difference = far(&logits, &model.last_logits(&text).unwrap());
+        let difference = relative_error(&logits, &model.last_logits(&text).unwrap());
         assert!(difference <= accuracy, "{difference} after {} tokens", text.len());
     }
     assert_eq!(model.generate(&prompt(5), n, 0.0, 0).unwrap(), text[5..]);
@@ -79,7 +79,7 @@ fn a_prompt_in_pieces_gives_what_it_gives_at_once() {
                 logits = model.extend(&mut session, &text[from..from + piece]).unwrap();
                 from += piece;
             }
-            assert!(far(&logits, &at_once) <= accuracy, "{pieces:?}: {}", far(&logits, &at_once));
+            assert!(relative_error(&logits, &at_once) <= accuracy, "{pieces:?}: {}", relative_error(&logits, &at_once));
         }
     }
     for (dtype, accuracy) in [(DType::F32, 2e-6), (DType::BF16, 2e-2)] {
@@ -101,7 +101,7 @@ fn a_session_goes_back_to_any_of_its_tokens() {
         session.truncate(8);
         assert_eq!(session.tokens(), &text[..8]);
         let got = gpt.extend(&mut session, &[3]).unwrap();
-        assert!(far(&got, &want) <= 2e-6);
+        assert!(relative_error(&got, &want) <= 2e-6);
     }
 }
 

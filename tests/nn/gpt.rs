@@ -174,14 +174,14 @@ fn one_and_two_threads_give_the_same_bits() {
 }
 
 /// An identity operation that records, in its backward pass, that the gradient of a parameter is complete.
-struct Noted {
+struct GradientProbe {
     name: String,
     arrived: Arc<Mutex<Vec<String>>>,
 }
 
-impl CustomOp1 for Noted {
+impl CustomOp1 for GradientProbe {
     fn name(&self) -> &'static str {
-        "noted"
+        "gradient-probe"
     }
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
@@ -200,7 +200,7 @@ fn gradients_arrive_once_and_layer_by_layer_from_the_last() {
     let arrived = Arc::new(Mutex::new(Vec::new()));
     let tensors = synth::weights(synth::NANO).into_iter().map(|(name, shape, values)| {
         let var = Var::from_vec(values, shape, &Device::Cpu).unwrap();
-        let tensor = var.apply_op1(Noted { name: name.clone(), arrived: arrived.clone() }).unwrap();
+        let tensor = var.apply_op1(GradientProbe { name: name.clone(), arrived: arrived.clone() }).unwrap();
         (name, tensor)
     });
     let gpt = Gpt::new(&config, VarBuilder::from_tensors(tensors.collect(), DType::F32, &Device::Cpu)).unwrap();

@@ -28,20 +28,20 @@ fn close(got: &Tensor, want: &Tensor, what: &str) {
 
 /// Combines all kinds of use: `x` goes into two layers and into Candle's product, `w` into two layers, into Candle's
 /// square and, transposed, into a third layer; results of layers pass through Candle's operations into other layers.
-fn mixed(x: &Tensor, w: &Tensor, b: &Tensor, own: bool) -> Result<Tensor> {
+fn mixed(x: &Tensor, w: &Tensor, b: &Tensor, fused: bool) -> Result<Tensor> {
     let gelu = |residual| LinearEpilogue { activation: Some(Activation::GeluTanh), residual: Some(residual) };
-    let linear_then = if own { nn::linear_then } else { composed::linear_then };
-    let layer_norm = if own { nn::layer_norm } else { composed::layer_norm };
-    let h = linear_then(x, w, Some(b), WeightLayout::InOut, gelu(x))?;
+    let linear_with_epilogue = if fused { nn::linear_with_epilogue } else { composed::linear_with_epilogue };
+    let layer_norm = if fused { nn::layer_norm } else { composed::layer_norm };
+    let h = linear_with_epilogue(x, w, Some(b), WeightLayout::InOut, gelu(x))?;
     let h = layer_norm(&(&h.relu()? + (x * 0.5)?)?, b, b, 1e-5)?;
-    let y = linear_then(&h, &w.t()?, None, WeightLayout::OutIn, gelu(&h))?;
-    let y = linear_then(&y, w, None, WeightLayout::InOut, gelu(x))?;
+    let y = linear_with_epilogue(&h, &w.t()?, None, WeightLayout::OutIn, gelu(&h))?;
+    let y = linear_with_epilogue(&y, w, None, WeightLayout::InOut, gelu(x))?;
     y.sqr()?.mean_all()? + (w.sqr()?.sum_all()? * 0.01)?
 }
 
-fn gradients(own: bool, backwards: usize) -> Vec<Vec<Tensor>> {
+fn gradients(fused: bool, backwards: usize) -> Vec<Vec<Tensor>> {
     let vars = [tensor(&[5, 6], 1), tensor(&[6, 6], 2), tensor(&[6], 3)].map(|t| Var::from_tensor(&t).unwrap());
-    let loss = mixed(&vars[0], &vars[1], &vars[2], own).unwrap();
+    let loss = mixed(&vars[0], &vars[1], &vars[2], fused).unwrap();
     (0..backwards)
         .map(|_| {
             let grads = loss.backward().unwrap();
@@ -52,9 +52,9 @@ fn gradients(own: bool, backwards: usize) -> Vec<Vec<Tensor>> {
 
 #[test]
 fn layers_and_candles_operations_share_inputs_and_parameters() {
-    let (own, composed) = (gradients(true, 1), gradients(false, 1));
-    for (i, (own, composed)) in own[0].iter().zip(&composed[0]).enumerate() {
-        close(own, composed, &format!("gradient {i}"));
+    let (fused, composed) = (gradients(true, 1), gradients(false, 1));
+    for (i, (fused, composed)) in fused[0].iter().zip(&composed[0]).enumerate() {
+        close(fused, composed, &format!("gradient {i}"));
     }
 }
 
@@ -78,8 +78,10 @@ impl Module for Block {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let h = self.up.forward(&self.norm.forward(x)?)?.relu()?;
         let scale = self.up.weight().sqr()?.mean_all()?.sqrt()?;
-        self.down
-            .forward_then(&h.broadcast_mul(&scale)?, LinearEpilogue { residual: Some(x), ..LinearEpilogue::default() })
+        self.down.forward_with_epilogue(
+            &h.broadcast_mul(&scale)?,
+            LinearEpilogue { residual: Some(x), ..LinearEpilogue::default() },
+        )
     }
 }
 

@@ -239,9 +239,10 @@ fn of_equal_maxima_the_first_gets_the_gradient_and_a_nan_is_one() {
 
 #[test]
 fn settings_and_shapes_that_do_not_fit_are_refused_by_name() {
-    let of = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
-    let conv =
-        |x: &[usize], w: &[usize], config| Conv1d::new(of(w), None, config).forward(&of(x)).unwrap_err().to_string();
+    let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
+    let conv = |x: &[usize], w: &[usize], config| {
+        Conv1d::new(zeros(w), None, config).forward(&zeros(x)).unwrap_err().to_string()
+    };
     let config = Conv1dConfig::default();
     let text = conv(&[1, 2, 4], &[3, 2, 5], config);
     assert!(text.contains("the kernel spans 5 elements, but the input has 4"), "{text}");
@@ -251,24 +252,25 @@ fn settings_and_shapes_that_do_not_fit_are_refused_by_name() {
     assert!(text.contains("conv1d: stride is 0"), "{text}");
     let text = conv(&[1, 2, 4], &[3, 2, 2], Conv1dConfig { dilation: usize::MAX, ..config });
     assert!(text.contains("kernel spans") || text.contains("too long"), "{text}");
-    let transposed = |config| ConvTranspose1d::new(of(&[2, 3, 2]), None, config).forward(&of(&[1, 2, 4])).unwrap_err();
+    let transposed =
+        |config| ConvTranspose1d::new(zeros(&[2, 3, 2]), None, config).forward(&zeros(&[1, 2, 4])).unwrap_err();
     let config = ConvTranspose1dConfig::default();
     let text = transposed(ConvTranspose1dConfig { output_padding: 1, ..config }).to_string();
     assert!(text.contains("output_padding is 1; it must be below the stride, 1"), "{text}");
     let text = transposed(ConvTranspose1dConfig { padding: 9, ..config }).to_string();
     assert!(text.contains("leaves no output"), "{text}");
-    let text = nn::max_pool2d(&of(&[1, 1, 3, 3]), 4).unwrap_err().to_string();
+    let text = nn::max_pool2d(&zeros(&[1, 1, 3, 3]), 4).unwrap_err().to_string();
     assert!(text.contains("a window of 4 does not fit into a height of 3"), "{text}");
-    let text = nn::avg_pool2d_with(&of(&[1, 1, 3, 3]), Pooling::new(2).padding(2)).unwrap_err().to_string();
+    let text = nn::avg_pool2d_with(&zeros(&[1, 1, 3, 3]), Pooling::new(2).padding(2)).unwrap_err().to_string();
     assert!(text.contains("the padding at most half of the kernel"), "{text}");
-    let text = nn::upsample_nearest2d(&of(&[1, 1, 3, 3]), 0, 4).unwrap_err().to_string();
+    let text = nn::upsample_nearest2d(&zeros(&[1, 1, 3, 3]), 0, 4).unwrap_err().to_string();
     assert!(text.contains("a height of 3 cannot be resized to 0"), "{text}");
     let places = indexes(&[0, 3], &[2, 1]);
-    let text = nn::scatter_add(&of(&[3, 1]), &places, &of(&[2, 1]), 0).unwrap_err().to_string();
+    let text = nn::scatter_add(&zeros(&[3, 1]), &places, &zeros(&[2, 1]), 0).unwrap_err().to_string();
     assert!(text.contains("index 3 along dimension 0"), "{text}");
-    let text = nn::scatter(&of(&[3, 1]), &places, &of(&[2, 2]), 0).unwrap_err().to_string();
+    let text = nn::scatter(&zeros(&[3, 1]), &places, &zeros(&[2, 2]), 0).unwrap_err().to_string();
     assert!(text.contains("the source has shape [2, 2]"), "{text}");
-    let text = nn::matmul(&of(&[2, 3]), &of(&[2, 3])).unwrap_err().to_string();
+    let text = nn::matmul(&zeros(&[2, 3]), &zeros(&[2, 3])).unwrap_err().to_string();
     assert!(text.contains("they must be [.., m, k] and [.., k, n]"), "{text}");
 }
 

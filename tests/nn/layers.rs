@@ -56,7 +56,7 @@ fn ids(shape: &[usize], below: u32) -> Tensor {
     Tensor::from_iter((0..n).map(|i| (i * 7 + i * i * 3) % below), &Device::Cpu).unwrap().reshape(shape).unwrap()
 }
 
-fn onto(activation: Option<Activation>, residual: &Tensor) -> LinearEpilogue<'_> {
+fn epilogue(activation: Option<Activation>, residual: &Tensor) -> LinearEpilogue<'_> {
     LinearEpilogue { activation, residual: Some(residual) }
 }
 
@@ -136,8 +136,18 @@ fn cases() -> Vec<Case> {
         all.push(rounding_on_the_way(case(
             format!("linear_then {activation:?}"),
             &all_shapes,
-            move |a| nn::linear_then(&a[0], &a[1], Some(&a[2]), WeightLayout::InOut, onto(activation, &a[3])),
-            move |a| composed::linear_then(&a[0], &a[1], Some(&a[2]), WeightLayout::InOut, onto(activation, &a[3])),
+            move |a| {
+                nn::linear_with_epilogue(&a[0], &a[1], Some(&a[2]), WeightLayout::InOut, epilogue(activation, &a[3]))
+            },
+            move |a| {
+                composed::linear_with_epilogue(
+                    &a[0],
+                    &a[1],
+                    Some(&a[2]),
+                    WeightLayout::InOut,
+                    epilogue(activation, &a[3]),
+                )
+            },
         )));
     }
     for shape in [vec![3, 17], vec![1, 2], vec![2, 3, 64]] {
@@ -256,7 +266,7 @@ fn cases_of_fine_tuning() -> Vec<Case> {
     let wide = |a: &[Tensor]| a[0].affine(4.0, 0.0);
     all.push(case("gelu", &shape[..1], move |a| nn::gelu(&wide(a)?), move |a| composed::gelu(&wide(a)?)));
     // Every dtype can represent this factor.
-    all.push(case("scaled", &shape[..1], |a| nn::scaled(&a[0], 5.5), |a| &a[0] * 5.5));
+    all.push(case("scaled", &shape[..1], |a| nn::scale(&a[0], 5.5), |a| &a[0] * 5.5));
     let turned = packed.positions().iter().map(|position| *position as usize).collect::<Vec<_>>();
     let rotary = nn::Rotary::from_frequencies(40, vec![1.0, 0.3, 0.02]).unwrap();
     let sequences = packed.clone();
@@ -269,7 +279,7 @@ fn cases_of_fine_tuning() -> Vec<Case> {
     let options = LossOptions { soft_cap: Some(1.7), divisor: Some(5.0) };
     let (i, j) = (ids(&[2, 9], 11), ids(&[2, 9], 11));
     let sum = move |logits: &Tensor| composed::log_probabilities(logits, &j, Some(1.7))?.sum_all()? / -5.0;
-    let (also, targets) = (sum.clone(), i.clone());
+    let (sum_again, targets) = (sum.clone(), i.clone());
     all.push(case(
         "cross_entropy of capped logits",
         &[&[2, 9, 11]],
@@ -280,7 +290,7 @@ fn cases_of_fine_tuning() -> Vec<Case> {
         "linear_cross_entropy of capped logits",
         &[&[2, 9, 5], &[11, 5]],
         move |a| nn::linear_cross_entropy_with(&a[0], &a[1], WeightLayout::OutIn, &targets, options),
-        move |a| also(&composed::linear(&a[0], &a[1], None, WeightLayout::OutIn)?),
+        move |a| sum_again(&composed::linear(&a[0], &a[1], None, WeightLayout::OutIn)?),
     )));
     for (layout, cap) in [(WeightLayout::OutIn, None), (WeightLayout::InOut, Some(2.0))] {
         let weight = if layout == WeightLayout::OutIn { [11, 5] } else { [5, 11] };
@@ -436,7 +446,7 @@ fn norms_with_f32_parameters_take_16_bit_activations() {
 }
 
 /// Returns the values of a function, and the gradients of its arguments for the sum weighted by `c`.
-fn weighed(args: &[&Tensor], c: &Tensor, function: impl Fn(&[Var]) -> Tensor) -> (Tensor, Vec<Tensor>) {
+fn run_weighted(args: &[&Tensor], c: &Tensor, function: impl Fn(&[Var]) -> Tensor) -> (Tensor, Vec<Tensor>) {
     let args: Vec<Var> = args.iter().map(|arg| Var::from_tensor(arg).unwrap()).collect();
     let y = function(&args);
     let loss = (y.to_dtype(DType::F32).unwrap() * c).unwrap().sum_all().unwrap();
@@ -455,23 +465,23 @@ fn linear_layers_with_f32_parameters_take_16_bit_activations() {
     for low in [DType::BF16, DType::F16] {
         for (layout, shape) in [(WeightLayout::OutIn, [21, 37]), (WeightLayout::InOut, [37, 21])] {
             // In the last case, the bias is wider than the weight and the input.
-            for [of_weight, of_bias] in [[F32, F32], [F32, low], [low, F32]] {
-                let what = format!("{low:?} {layout:?} {of_weight:?} {of_bias:?}");
+            for [weight_dtype, bias_dtype] in [[F32, F32], [F32, low], [low, F32]] {
+                let what = format!("{low:?} {layout:?} {weight_dtype:?} {bias_dtype:?}");
                 let (x, c) = (tensor(&[4, 9, 37], 1, low), tensor(&[4, 9, 21], 2, low).to_dtype(F32).unwrap());
-                let (weight, bias) = (tensor(&shape, 3, of_weight), tensor(&[21], 4, of_bias));
+                let (weight, bias) = (tensor(&shape, 3, weight_dtype), tensor(&[21], 4, bias_dtype));
                 let run = |args: &[Var]| nn::linear(&args[0], &args[1], Some(&args[2]), layout).unwrap();
                 let wide = [&x, &weight, &bias].map(|t| t.to_dtype(F32).unwrap());
-                let (exact, exact_grads) = weighed(&wide.each_ref(), &c, run);
-                let (y, grads) = weighed(&[&x, &weight, &bias], &c, run);
+                let (exact, exact_grads) = run_weighted(&wide.each_ref(), &c, run);
+                let (y, grads) = run_weighted(&[&x, &weight, &bias], &c, run);
                 assert_eq!((y.dtype(), rounded(&y, F32)), (low, rounded(&exact, low)), "{what}");
                 // Each gradient is that of an f32 layer, rounded once to its target's format.
-                for ((grad, exact), of) in grads.iter().zip(&exact_grads).zip([low, of_weight, of_bias]) {
-                    assert_eq!((grad.dtype(), rounded(grad, F32)), (of, rounded(exact, of)), "{what}");
+                for ((grad, exact), format) in grads.iter().zip(&exact_grads).zip([low, weight_dtype, bias_dtype]) {
+                    assert_eq!((grad.dtype(), rounded(grad, F32)), (format, rounded(exact, format)), "{what}");
                 }
                 // The next operation receives the rounded result.
                 let residual = tensor(&[4, 9, 21], 5, low);
-                let then = onto(Some(Activation::GeluTanh), &residual);
-                let followed = nn::linear_then(&x, &weight, Some(&bias), layout, then).unwrap();
+                let epilogue = epilogue(Some(Activation::GeluTanh), &residual);
+                let followed = nn::linear_with_epilogue(&x, &weight, Some(&bias), layout, epilogue).unwrap();
                 let by_hand = nn::add(&residual, &nn::gelu_tanh(&y).unwrap()).unwrap();
                 assert_eq!(rounded(&followed, F32), rounded(&by_hand, F32), "{what}");
             }
@@ -488,8 +498,8 @@ fn an_f32_table_gives_16_bit_rows_and_takes_an_f32_gradient() {
     for low in [DType::BF16, DType::F16] {
         let (ids, table) = (ids(&[3, 17], 11), tensor(&[12, 7], 1, DType::F32));
         let c = tensor(&[3, 17, 7], 2, low).to_dtype(DType::F32).unwrap();
-        let (exact, exact_grads) = weighed(&[&table], &c, |args| nn::embedding(&ids, &args[0]).unwrap());
-        let (y, grads) = weighed(&[&table], &c, |args| nn::embedding_in(&ids, &args[0], low).unwrap());
+        let (exact, exact_grads) = run_weighted(&[&table], &c, |args| nn::embedding(&ids, &args[0]).unwrap());
+        let (y, grads) = run_weighted(&[&table], &c, |args| nn::embedding_in(&ids, &args[0], low).unwrap());
         assert_eq!((y.dtype(), rounded(&y, DType::F32)), (low, rounded(&exact, low)));
         assert_eq!(grads[0].dtype(), DType::F32);
         assert_eq!(rounded(&grads[0], DType::F32), rounded(&exact_grads[0], DType::F32));
@@ -504,11 +514,11 @@ fn an_output_projection_in_f32_takes_16_bit_states() {
         let (h, weight, targets) = (tensor(&[2, 70, 16], 1, low), tensor(&[11, 16], 2, DType::F32), ids(&[2, 70], 11));
         let one = Tensor::new(1f32, &Device::Cpu).unwrap();
         let run = |args: &[Var]| nn::linear_cross_entropy(&args[0], &args[1], WeightLayout::OutIn, &targets).unwrap();
-        let (exact, exact_grads) = weighed(&[&h.to_dtype(DType::F32).unwrap(), &weight], &one, run);
-        let (loss, grads) = weighed(&[&h, &weight], &one, run);
+        let (exact, exact_grads) = run_weighted(&[&h.to_dtype(DType::F32).unwrap(), &weight], &one, run);
+        let (loss, grads) = run_weighted(&[&h, &weight], &one, run);
         assert_eq!(rounded(&loss, DType::F32), rounded(&exact, DType::F32));
-        for ((grad, exact), of) in grads.iter().zip(&exact_grads).zip([low, DType::F32]) {
-            assert_eq!((grad.dtype(), rounded(grad, DType::F32)), (of, rounded(exact, of)), "{low:?}");
+        for ((grad, exact), format) in grads.iter().zip(&exact_grads).zip([low, DType::F32]) {
+            assert_eq!((grad.dtype(), rounded(grad, DType::F32)), (format, rounded(exact, format)), "{low:?}");
         }
     }
 }

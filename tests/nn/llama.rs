@@ -75,7 +75,7 @@ fn numbers(t: &Tensor) -> Vec<f64> {
 }
 
 /// Returns the largest difference, relative to the largest value in `want`.
-fn far(got: &Tensor, want: &Tensor) -> f64 {
+fn relative_error(got: &Tensor, want: &Tensor) -> f64 {
     assert_eq!(got.dims(), want.dims());
     let (got, want) = (numbers(got), numbers(want));
     let largest = want.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
@@ -112,16 +112,16 @@ fn from_composed(config: &LlamaConfig, dtype: DType) -> (f64, f64, f64) {
     let weights = vars.iter().zip(&wide).map(|((name, _), var)| (name.clone(), var.as_tensor().clone())).collect();
     let (inputs, targets) = (ids(2, 33, config.vocab as u32, 5), ids(2, 33, config.vocab as u32, 8));
     let want = composed_logits(config, &weights, &inputs).unwrap();
-    let logits = far(&llama.forward(&inputs).unwrap(), &want);
+    let logits = relative_error(&llama.forward(&inputs).unwrap(), &want);
     let want_loss = composed::cross_entropy(&want, &targets).unwrap();
     let loss = llama.loss(&inputs, &targets).unwrap();
     assert_eq!((loss.dtype(), loss.rank()), (DType::F32, 0));
     let (grads, want_grads) = (loss.backward().unwrap(), want_loss.backward().unwrap());
     let worst = vars.iter().zip(&wide).fold(0.0, |most: f64, ((name, var), wide)| {
         let grad = grads.get(var).unwrap_or_else(|| panic!("{name} has no gradient"));
-        most.max(far(grad, want_grads.get(wide).unwrap()))
+        most.max(relative_error(grad, want_grads.get(wide).unwrap()))
     });
-    (logits, far(&loss, &want_loss), worst)
+    (logits, relative_error(&loss, &want_loss), worst)
 }
 
 #[test]
@@ -166,7 +166,7 @@ fn logits_are_those_of_candle_transformers_llama() {
             let want =
                 theirs.forward(&inputs.narrow(1, 0, time).unwrap().contiguous().unwrap(), 0, &mut cache).unwrap();
             let got = ours.narrow(1, time - 1, 1).unwrap().squeeze(1).unwrap();
-            assert!(far(&got, &want) < 2e-5, "time {time}: {}", far(&got, &want));
+            assert!(relative_error(&got, &want) < 2e-5, "time {time}: {}", relative_error(&got, &want));
         }
     }
 }

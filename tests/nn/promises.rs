@@ -206,9 +206,9 @@ fn frozen_arguments_get_no_gradient_and_cost_nothing() {
 #[test]
 fn rows_whose_target_is_ignored_count_for_nothing() {
     let targets = Tensor::new(&[-100i64, 3, -100, 0, 4, -100], &Device::Cpu).unwrap();
-    let counting = Tensor::new(&[1u32, 3, 4], &Device::Cpu).unwrap();
-    let alone = Tensor::new(&[3u32, 0, 4], &Device::Cpu).unwrap();
-    let select = |x: &Tensor| x.index_select(&counting, 0).unwrap();
+    let counted_rows = Tensor::new(&[1u32, 3, 4], &Device::Cpu).unwrap();
+    let counted_targets = Tensor::new(&[3u32, 0, 4], &Device::Cpu).unwrap();
+    let select = |x: &Tensor| x.index_select(&counted_rows, 0).unwrap();
     for dtype in [DType::F32, DType::BF16] {
         let var = |shape: &[usize], seed| Var::from_tensor(&tensor(shape, seed).to_dtype(dtype).unwrap()).unwrap();
         let (h, w) = (var(&[6, 5], 3), var(&[8, 5], 4));
@@ -217,19 +217,19 @@ fn rows_whose_target_is_ignored_count_for_nothing() {
             (value, grads.remove(x).unwrap(), grads.remove(&w))
         };
         // Checks that the loss and the gradients are those without the ignored rows, whose own gradients are zero.
-        let check = |x: &Var, loss: Tensor, of_alone: Tensor| {
+        let check = |x: &Var, loss: Tensor, counted_loss: Tensor| {
             let (some, some_x, some_w) = with_grads(loss, x);
-            let (all, all_x, all_w) = with_grads(of_alone, x);
+            let (all, all_x, all_w) = with_grads(counted_loss, x);
             assert_eq!((some, bits(&some_x)), (all, bits(&all_x)));
             assert!(bits(&some_x)[..5].iter().all(|gradient| *gradient == 0.0));
             for (a, b) in some_w.iter().zip(&all_w).flat_map(|(a, b)| bits(a).into_iter().zip(bits(b))) {
                 assert!((a - b).abs() <= 1e-6 + 1e-2 * f32::from(u8::from(dtype == DType::BF16)) * b.abs(), "{a} {b}");
             }
         };
-        check(&h, nn::cross_entropy(&h, &targets).unwrap(), nn::cross_entropy(&select(&h), &alone).unwrap());
+        check(&h, nn::cross_entropy(&h, &targets).unwrap(), nn::cross_entropy(&select(&h), &counted_targets).unwrap());
         let head =
             |h: &Tensor, targets: &Tensor| nn::linear_cross_entropy(h, &w, WeightLayout::OutIn, targets).unwrap();
-        check(&h, head(&h, &targets), head(&select(&h), &alone));
+        check(&h, head(&h, &targets), head(&select(&h), &counted_targets));
     }
     let x = tensor(&[2, 4], 0);
     let text = |targets: [i64; 2]| {
@@ -259,10 +259,10 @@ fn losses_over_a_divisor_add_up_to_the_mean_of_the_whole_batch() {
     let parts = [0..2, 2..5, 5..6].map(|rows: std::ops::Range<usize>| {
         head(&h.narrow(0, rows.start, rows.len()).unwrap(), &targets[rows], Some(3.0)).unwrap()
     });
-    let near = |a: f32, b: f32| (a - b).abs() <= 1e-6;
-    assert!(near(parts.iter().map(|part| part.0).sum(), whole.0));
-    assert!(parts.iter().flat_map(|part| &part.1).zip(&whole.1).all(|(a, b)| near(*a, *b)));
-    assert!((0..40).all(|i| near(parts.iter().map(|part| part.2[i]).sum(), whole.2[i])));
+    let close = |a: f32, b: f32| (a - b).abs() <= 1e-6;
+    assert!(close(parts.iter().map(|part| part.0).sum(), whole.0));
+    assert!(parts.iter().flat_map(|part| &part.1).zip(&whole.1).all(|(a, b)| close(*a, *b)));
+    assert!((0..40).all(|i| close(parts.iter().map(|part| part.2[i]).sum(), whole.2[i])));
     assert_eq!(parts[2], (0.0, vec![0.0; 5], vec![0.0; 40]));
     let logits = Var::from_tensor(&tensor(&[1, 4], 3)).unwrap();
     let none = Tensor::new(&[-100i64], &Device::Cpu).unwrap();
@@ -281,14 +281,14 @@ fn rows_without_a_target_have_log_probability_0_and_no_gradient() {
         let var = |shape: &[usize], seed| Var::from_tensor(&tensor(shape, seed).to_dtype(dtype).unwrap()).unwrap();
         let (h, w) = (var(&[2, 3, 5], 3), var(&[8, 5], 4));
         let targets = Tensor::new(&[[-100i64, 3, -100], [0, 4, -100]], &Device::Cpu).unwrap();
-        let of = nn::linear_log_probabilities(&h, &w, WeightLayout::OutIn, &targets, None).unwrap();
-        assert_eq!((of.dims(), of.dtype()), (&[2, 3][..], DType::F32));
-        let values = bits(&of);
+        let log_probabilities = nn::linear_log_probabilities(&h, &w, WeightLayout::OutIn, &targets, None).unwrap();
+        assert_eq!((log_probabilities.dims(), log_probabilities.dtype()), (&[2, 3][..], DType::F32));
+        let values = bits(&log_probabilities);
         assert!([0, 2, 5].iter().all(|i| values[*i] == 0.0) && [1, 3, 4].iter().all(|i| values[*i] < 0.0));
         let loss = nn::linear_cross_entropy(&h, &w, WeightLayout::OutIn, &targets).unwrap();
         assert!((values.iter().sum::<f32>() + 3.0 * bits(&loss)[0]).abs() < 1e-5);
         let weights = Tensor::new(&[[5f32, 1.0, 5.0], [-2.0, 0.0, 5.0]], &Device::Cpu).unwrap();
-        let grads = (of * weights).unwrap().sum_all().unwrap().backward().unwrap();
+        let grads = (log_probabilities * weights).unwrap().sum_all().unwrap().backward().unwrap();
         let of_h = bits(grads.get(&h).unwrap());
         let rows: Vec<bool> = of_h.chunks_exact(5).map(|row| row.iter().any(|x| *x != 0.0)).collect();
         assert_eq!(rows, [false, true, false, true, false, false]);

@@ -49,7 +49,7 @@ fn step(engine: &mut Engine<Tiny>) -> Result<(u32, u64)> {
     ))
 }
 
-/// Returns the error of one rank for `folder`.
+/// Returns the error that a job of one rank reports for `folder`.
 fn refusal(folder: &Path) -> String {
     let results = threads::run(1, |comm| start(comm, &all_in(folder)).map(drop));
     results.unwrap().remove(0).unwrap_err().to_string()

@@ -141,14 +141,14 @@ fn a_disk_that_refuses_writes_ends_the_job_with_an_error_on_every_rank() {
     ] {
         let (success, lines, errors) = with_a_limit(stage, access, limit);
         assert!(!success && !lines.contains("done"), "{lines}");
-        let own = error_of(1, &errors);
+        let cause = error_of(1, &errors);
         let fix = "raise the limit on file sizes (`ulimit -f`), or set nvme_path to a folder on a file system that \
                     allows larger files";
         let text = |what| format!("cannot write the file of {what} in FOLDER: File too large (os error 27); {fix}");
-        assert!(what.iter().any(|what| own == text(what)), "{own}");
+        assert!(what.iter().any(|what| cause == text(what)), "{cause}");
         let others = error_of(0, &errors);
-        assert!(others.starts_with(&format!("rank 1 stopped ({own})")), "{others}");
-        println!("stage {stage}, {access}, limit {limit}: {own}");
+        assert!(others.starts_with(&format!("rank 1 stopped ({cause})")), "{others}");
+        println!("stage {stage}, {access}, limit {limit}: {cause}");
     }
 }
 

@@ -107,9 +107,9 @@ fn trained(
             assert!(engine.load_checkpoint(from, None, &options)?.is_some());
         }
         // Each layer has two statistics in f32. This rank has those of its own layers.
-        let own = engine.parameter_names().iter().filter(|name| name.ends_with("norm.weight")).count();
+        let norms = engine.parameter_names().iter().filter(|name| name.ends_with("norm.weight")).count();
         let report = engine.memory_report();
-        assert_eq!(report.row(MemoryKind::Buffers).bytes.held, own * 2 * WIDTH * 4);
+        assert_eq!(report.row(MemoryKind::Buffers).bytes.held, norms * 2 * WIDTH * 4);
         let data = engine.data_position().0;
         let mut losses = Vec::new();
         for step in steps.clone() {
@@ -143,12 +143,12 @@ fn running_statistics_are_those_of_one_rank_and_any_number_of_ranks_continues_wi
     .enumerate()
     {
         let [saved, on_one, here] = ["saved", "on one", "here"].map(|name| dir(&format!("{name} {at}")));
-        let own = (ranks, Some(section));
-        assert_eq!(trained(own.clone(), None, &saved, 0..2), first, "{own:?}");
-        assert!(statistics(&saved, 2) == statistics(&one, 2), "{own:?}");
-        assert_eq!(trained((1, None), Some(&saved), &on_one, 2..4), expected, "{own:?}");
-        assert_eq!(trained((3, Some(json!({}))), Some(&saved), &here, 2..4), expected, "{own:?}");
-        assert!([on_one, here].iter().all(|dir| statistics(dir, 4) == statistics(&whole, 4)), "{own:?}");
+        let pipeline = (ranks, Some(section));
+        assert_eq!(trained(pipeline.clone(), None, &saved, 0..2), first, "{pipeline:?}");
+        assert!(statistics(&saved, 2) == statistics(&one, 2), "{pipeline:?}");
+        assert_eq!(trained((1, None), Some(&saved), &on_one, 2..4), expected, "{pipeline:?}");
+        assert_eq!(trained((3, Some(json!({}))), Some(&saved), &here, 2..4), expected, "{pipeline:?}");
+        assert!([on_one, here].iter().all(|dir| statistics(dir, 4) == statistics(&whole, 4)), "{pipeline:?}");
     }
 }
 

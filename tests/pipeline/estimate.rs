@@ -23,10 +23,10 @@ fn bytes(report: &MemoryReport) -> Vec<(MemoryKind, [usize; 2])> {
 /// buckets are upper bounds: they are checked, and replaced with those of the engine.
 fn estimated(report: &MemoryReport, engine: &MemoryReport, exact: bool) -> Vec<(MemoryKind, [usize; 2])> {
     let mut all = bytes(report);
-    for ((kind, [_, peak]), (_, [_, of_engine])) in all.iter_mut().zip(bytes(engine)) {
+    for ((kind, [_, peak]), (_, [_, engine_peak])) in all.iter_mut().zip(bytes(engine)) {
         if !exact && matches!(kind, MemoryKind::Buckets | MemoryKind::Gradients) {
-            assert!(*peak >= of_engine, "{kind:?}: {peak} {of_engine}");
-            *peak = of_engine;
+            assert!(*peak >= engine_peak, "{kind:?}: {peak} {engine_peak}");
+            *peak = engine_peak;
         }
     }
     all
@@ -72,19 +72,19 @@ fn the_memory_of_each_rank_is_that_of_the_engine() {
         // the others, and the gradients of one chunk, or of a divided backward pass, are fewer than those of all the
         // rank's layers.
         let exact = !model.tie_word_embeddings && pipeline.get("schedule").is_none();
-        let about = format!("{world_size} ranks, {config}, frozen: {frozen}");
+        let context = format!("{world_size} ranks, {config}, frozen: {frozen}");
         let prepare = |shapes: Shapes| shapes.trainable(|name, _| !name.contains(frozen));
         let run = RunValues::default();
         let module = decoder_pipeline(&model).unwrap();
         let estimate = PipelineEstimate::new(&module, config.clone(), world_size, &run, prepare).unwrap();
         let engines = trained(&model, world_size, &config, frozen);
-        assert_eq!(engines.len(), estimate.ranks.len() * estimate.pipelines, "{about}");
+        assert_eq!(engines.len(), estimate.ranks.len() * estimate.pipelines, "{context}");
         let expected = estimate.ranks.iter().flat_map(|rank| std::iter::repeat_n(rank, estimate.pipelines));
         for (at, (rank, engine)) in expected.zip(&engines).enumerate() {
-            assert_eq!(estimated(&rank.memory, engine, exact), bytes(engine), "rank {at} of {about}");
-            assert_eq!(rank.parameters, engine.parameters, "rank {at} of {about}");
+            assert_eq!(estimated(&rank.memory, engine, exact), bytes(engine), "rank {at} of {context}");
+            assert_eq!(rank.parameters, engine.parameters, "rank {at} of {context}");
         }
         let layers: usize = estimate.ranks.iter().flat_map(|rank| &rank.layers).map(ExactSizeIterator::len).sum();
-        assert_eq!((layers, estimate.layers), (module.len(), module.len()), "{about}");
+        assert_eq!((layers, estimate.layers), (module.len(), module.len()), "{context}");
     }
 }

@@ -40,13 +40,13 @@ fn bytes_of_stage(stage: usize, stages: usize, layers: usize) -> [usize; 2] {
 fn peak(schedule: PipelineSchedule, rank: usize, layers: usize) -> usize {
     let (mut held, mut most) = (0, 0);
     for op in schedule.operations(rank) {
-        let [ends, deferred] = bytes_of_stage(op.stage, schedule.stages(), layers);
+        let [boundary, deferred] = bytes_of_stage(op.stage, schedule.stages(), layers);
         match op.pass {
-            PipelinePass::Forward => held += ends,
-            PipelinePass::Backward => held -= ends,
+            PipelinePass::Forward => held += boundary,
+            PipelinePass::Backward => held -= boundary,
             PipelinePass::BackwardInput => {
                 most = most.max(held + deferred);
-                held = held + deferred - ends;
+                held = held + deferred - boundary;
             }
             PipelinePass::BackwardWeight => held -= deferred,
         }
@@ -83,22 +83,23 @@ fn a_rank_holds_the_activations_of_as_many_micro_batches_as_the_schedule_says() 
         let counts: Vec<usize> = estimate.ranks.iter().map(|rank| rank.held_activations).collect();
         for (rank, found) in threads::run(ranks, run).unwrap().into_iter().enumerate() {
             let [activations, messages] = found.unwrap();
-            let about = format!("rank {rank} of {ranks}, {kind:?} with {chunks} chunks");
-            assert_eq!(activations, HeldBytes { held: 0, peak: peak(schedule, rank, layers) }, "{about}");
+            let context = format!("rank {rank} of {ranks}, {kind:?} with {chunks} chunks");
+            assert_eq!(activations, HeldBytes { held: 0, peak: peak(schedule, rank, layers) }, "{context}");
             // The rule allows this many activations, each with everything that a stage keeps for a micro batch.
             let stages = schedule.stages_of(rank).into_iter();
-            let largest = stages.map(|stage| bytes_of_stage(stage, schedule.stages(), layers));
-            let each = largest.map(|[ends, deferred]| ends + if kind.divides_backward() { deferred } else { 0 });
-            assert!(activations.peak <= counts[rank] * each.max().unwrap(), "{about}: {activations:?}");
+            let stage_bytes = stages.map(|stage| bytes_of_stage(stage, schedule.stages(), layers));
+            let each =
+                stage_bytes.map(|[boundary, deferred]| boundary + if kind.divides_backward() { deferred } else { 0 });
+            assert!(activations.peak <= counts[rank] * each.max().unwrap(), "{context}: {activations:?}");
             if kind == PipelineScheduleKind::OneForwardOneBackward {
-                assert_eq!(counts[rank], ranks - rank, "{about}");
+                assert_eq!(counts[rank], ranks - rank, "{context}");
             }
             // The number of messages in transit does not depend on the number of micro batches. The messages are
             // activations that this rank holds, gradients of the activations that the previous rank holds, and messages
             // that have arrived early.
-            let (before, after) = (counts[(rank + ranks - 1) % ranks], counts[(rank + 1) % ranks]);
-            assert_eq!(messages.held, 0, "{about}");
-            assert!(messages.peak <= (2 * counts[rank] + before + after + 2) * CROSSING, "{about}: {messages:?}");
+            let (previous, next) = (counts[(rank + ranks - 1) % ranks], counts[(rank + 1) % ranks]);
+            assert_eq!(messages.held, 0, "{context}");
+            assert!(messages.peak <= (2 * counts[rank] + previous + next + 2) * CROSSING, "{context}: {messages:?}");
         }
     }
 }

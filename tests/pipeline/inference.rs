@@ -147,8 +147,8 @@ fn each_of_several_pipelines_continues_its_own_text() {
 fn a_text_that_cannot_be_continued_is_refused_in_words_and_the_ranks_remain_in_step() {
     let model = llama(false);
     let errors = in_pipeline(&model, &(2, json!({})), |engine| {
-        let own = engine.position().0 as u32;
-        let errors = [engine.generate(&[], 4, 0.0, 0), engine.generate(&[own], 4, 0.0, 0)];
+        let position = engine.position().0 as u32;
+        let errors = [engine.generate(&[], 4, 0.0, 0), engine.generate(&[position], 4, 0.0, 0)];
         assert_eq!(engine.generate(&[1], 2, 0.0, 0)?.len(), 2);
         Ok(errors.map(|result| result.unwrap_err().to_string()))
     });
@@ -185,22 +185,22 @@ fn outputs_of_any_dtype_stay_on_the_last_stage_and_others_are_sent_to_all_ranks(
             let next = |at| Ok(same_bits::batch(0, at, 0));
             let mut engine: PipelineEngine<Batch> =
                 builder(comm.clone(), |builder| builder).initialize_pipeline(classes(), config.clone())?;
-            let own = engine.infer_batch_on_last_stage(2, next)?;
-            let own = own.map(|all| all.iter().map(|y| y.to_vec1::<u32>().unwrap()).collect::<Vec<_>>());
-            Ok((own, engine.infer_batch(1, next).unwrap_err().to_string()))
+            let outputs = engine.infer_batch_on_last_stage(2, next)?;
+            let outputs = outputs.map(|all| all.iter().map(|y| y.to_vec1::<u32>().unwrap()).collect::<Vec<_>>());
+            Ok((outputs, engine.infer_batch(1, next).unwrap_err().to_string()))
         };
         let mut found: Vec<_> = threads::run(ranks, run).unwrap().into_iter().map(Result::unwrap).collect();
-        let (own, error) = found.pop().unwrap();
+        let (outputs, error) = found.pop().unwrap();
         insta::allow_duplicates! {
             insta::assert_snapshot!(error, @"cannot run inference in a pipeline: the output of the last layer has the dtype U32, but only f32, bf16 and f16 are supported; use infer_batch_on_last_stage, which sends it to no other rank");
         }
-        assert!(found.iter().all(|(own, error)| own.is_none() && error.contains("stopped")), "{found:?}");
+        assert!(found.iter().all(|(outputs, error)| outputs.is_none() && error.contains("stopped")), "{found:?}");
         let engine = builder(Arc::new(SoloCommunicator::default()), |builder| builder);
         let mut engine = engine.initialize(Model::new, same_bits::config(3, 0)).unwrap();
         let expected = (0..2).map(|at| {
             let y = engine.eval(|model| model.output(&same_bits::batch(0, at, 0).0)).unwrap();
             y.argmax(1).unwrap().to_vec1::<u32>().unwrap()
         });
-        assert_eq!(own, Some(expected.collect()));
+        assert_eq!(outputs, Some(expected.collect()));
     }
 }

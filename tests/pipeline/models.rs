@@ -136,8 +136,8 @@ fn piped(
         assert_eq!(outcome.steps, all.steps);
         for (name, values) in outcome.weights {
             // A tied weight is on two ranks.
-            let known = all.weights.entry(name.clone()).or_insert_with(|| values.clone());
-            assert!(*known == values, "{name} differs between ranks");
+            let existing = all.weights.entry(name.clone()).or_insert_with(|| values.clone());
+            assert!(*existing == values, "{name} differs between ranks");
         }
     }
     all

@@ -221,9 +221,9 @@ fn an_engine_whose_batch_has_failed_is_out_of_step() {
         let second = engine.train_batch(|at| Ok(batch(0, at, 0))).unwrap_err().to_string();
         Ok((first, second))
     });
-    let [other, own] = [0, 1].map(|rank| results.as_ref().unwrap()[rank].as_ref().unwrap().clone());
-    assert!(own.0.contains("no file") && other.0.contains("rank 1 stopped"), "{own:?} {other:?}");
-    assert!(own.1.contains("no file") && other.1.contains("rank 1"), "{own:?} {other:?}");
+    let [peer, failed] = [0, 1].map(|rank| results.as_ref().unwrap()[rank].as_ref().unwrap().clone());
+    assert!(failed.0.contains("no file") && peer.0.contains("rank 1 stopped"), "{failed:?} {peer:?}");
+    assert!(failed.1.contains("no file") && peer.1.contains("rank 1"), "{failed:?} {peer:?}");
 }
 
 #[test]
@@ -231,11 +231,11 @@ fn layers_are_counted_whose_type_matches_a_regular_expression() {
     let layers = |expression: &str| {
         let mut config = config(4, 0);
         config["pipeline"] = json!({"partition": format!("type:{expression}")});
-        let own = |comm| {
+        let parameters_of = |comm| {
             let engine = builder(comm).initialize_pipeline(module(), config.clone())?;
             Ok(engine.parameter_names().len())
         };
-        threads::run(2, own).unwrap().into_iter().map(Result::unwrap).collect::<Vec<_>>()
+        threads::run(2, parameters_of).unwrap().into_iter().map(Result::unwrap).collect::<Vec<_>>()
     };
     // A residual layer has four parameters, and the head, a linear layer, has two; the activation has none.
     assert_eq!(layers("^RESID.*l$"), [3 * 4, 3 * 4 + 2]);

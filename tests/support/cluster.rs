@@ -107,8 +107,8 @@ impl Hosts {
     /// # Errors
     /// Returns the reason if they cannot be created here.
     pub fn new() -> Result<Self, String> {
-        static MADE: AtomicUsize = AtomicUsize::new(0);
-        let number = format!("{}-{}", std::process::id(), MADE.fetch_add(1, Ordering::Relaxed));
+        static CREATED: AtomicUsize = AtomicUsize::new(0);
+        let number = format!("{}-{}", std::process::id(), CREATED.fetch_add(1, Ordering::Relaxed));
         let names = ["a", "b"].map(|host| format!("cz{number}{host}"));
         // A test that failed during its turn does not affect the next one.
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -134,7 +134,7 @@ impl Hosts {
         for name in &self.names {
             while ip(&["-n", name, "-brief", "link", "show", "cable"])?.split_whitespace().nth(1) != Some("UP") {
                 if Instant::now() > until {
-                    return Err(format!("the cable of {name} is not detected after 20 s"));
+                    return Err(format!("the cable of {name} was not detected within 20 s"));
                 }
                 std::thread::sleep(Duration::from_millis(20));
             }
@@ -179,7 +179,7 @@ impl Hosts {
 
     /// Kills all processes on a host.
     pub fn kill_all(&self, host: usize) {
-        // A process that is started meanwhile is killed in the next round.
+        // A process that starts in the meantime is killed in the next round.
         for _ in 0..3 {
             for pid in self.pids(host).into_iter().filter_map(Pid::from_raw) {
                 // A process that has already ended needs no signal.
@@ -196,11 +196,11 @@ impl Hosts {
 
     /// Returns the IDs of a host's processes that run a program with this name.
     pub fn processes(&self, host: usize, program: &str) -> Vec<i32> {
-        let of = |pid: &i32| {
+        let runs_program = |pid: &i32| {
             let file = std::fs::read_link(format!("/proc/{pid}/exe"));
             file.is_ok_and(|file| file.file_name().is_some_and(|name| name == program))
         };
-        self.pids(host).into_iter().filter(of).collect()
+        self.pids(host).into_iter().filter(runs_program).collect()
     }
 
     /// Returns `mpirun` on the first host, for `ranks[0]` ranks on that host and `ranks[1]` on the second. The caller
@@ -208,8 +208,8 @@ impl Hosts {
     pub fn mpirun(&self, mpi: Mpi, ranks: [usize; 2]) -> Option<Command> {
         let mut command = self.with(mpi)?;
         command.arg(mpi.folder()?.join("bin/mpirun"));
-        let at = format!("10.77.0.1:{},10.77.0.2:{}", ranks[0], ranks[1]);
-        command.args([if mpi == Mpi::OpenMpi { "--host" } else { "-hosts" }, &at]);
+        let hosts = format!("10.77.0.1:{},10.77.0.2:{}", ranks[0], ranks[1]);
+        command.args([if mpi == Mpi::OpenMpi { "--host" } else { "-hosts" }, &hosts]);
         command.args(self.options(mpi)?).args(["-n", &(ranks[0] + ranks[1]).to_string()]);
         Some(command)
     }
@@ -219,8 +219,8 @@ impl Hosts {
     pub fn with(&self, mpi: Mpi) -> Option<Command> {
         let a = &self.names[0];
         let mut command = limited(&mpi.folder()?, 120);
-        let here = format!("hostname {a}; {OWN_SHM}; exec \"$@\"");
-        command.args(["ip", "netns", "exec", a, "unshare", "-u", "sh", "-c", &here, "sh"]);
+        let script = format!("hostname {a}; {OWN_SHM}; exec \"$@\"");
+        command.args(["ip", "netns", "exec", a, "unshare", "-u", "sh", "-c", &script, "sh"]);
         Some(command)
     }
 

@@ -172,7 +172,7 @@ impl Mixture {
         })
     }
 
-    /// Returns the loss of a model without its blocks.
+    /// Returns the loss of the model without its blocks.
     pub fn loss_without_blocks(&self, x: &Tensor) -> Result<Tensor> {
         self.last.forward(&self.first.forward(x)?)?.sqr()?.sum_all()
     }

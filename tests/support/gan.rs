@@ -14,8 +14,8 @@ const BATCH: usize = 8;
 pub struct Net(Linear, Linear);
 
 impl Net {
-    fn new(inner: usize, outer: usize, vb: VarBuilder<'_>) -> Result<Self> {
-        Ok(Self(linear(inner, 17, vb.pp("hidden"))?, linear(17, outer, vb.pp("out"))?))
+    fn new(inputs: usize, outputs: usize, vb: VarBuilder<'_>) -> Result<Self> {
+        Ok(Self(linear(inputs, 17, vb.pp("hidden"))?, linear(17, outputs, vb.pp("out"))?))
     }
 }
 

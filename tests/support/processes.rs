@@ -14,8 +14,8 @@ pub fn free_port() -> u16 {
     static TAKEN: AtomicU32 = AtomicU32::new(0);
     let first = std::process::id().wrapping_mul(31);
     loop {
-        let at = first.wrapping_add(TAKEN.fetch_add(1, Ordering::Relaxed)) % 19_000;
-        let port = 10_000 + at as u16;
+        let offset = first.wrapping_add(TAKEN.fetch_add(1, Ordering::Relaxed)) % 19_000;
+        let port = 10_000 + offset as u16;
         if TcpListener::bind(("0.0.0.0", port)).is_ok() {
             return port;
         }
@@ -74,37 +74,37 @@ pub fn launcher() -> &'static Path {
         Some(path) => Path::new(path),
         None => BUILT.get_or_init(|| match std::env::var_os("CANDLE_ZERO_TEST_LAUNCHER") {
             Some(path) => path.into(),
-            None => built("crates/zerorun", "zerorun"),
+            None => build("crates/zerorun", "zerorun"),
         }),
     }
 }
 
 /// Returns the executable of one of the examples.
 pub fn example(name: &str) -> PathBuf {
-    built("examples", name)
+    build("examples", name)
 }
 
 /// Builds a program of a package of this repository with the build settings of this test.
-fn built(package: &str, name: &str) -> PathBuf {
+fn build(package: &str, name: &str) -> PathBuf {
     let test = std::env::current_exe().unwrap();
     // TARGET/PROFILE/deps/TEST
-    let built = test.ancestors().nth(2).unwrap();
-    let profile = match built.file_name().unwrap().to_str().unwrap() {
+    let folder = test.ancestors().nth(2).unwrap();
+    let profile = match folder.file_name().unwrap().to_str().unwrap() {
         "debug" => "dev",
         profile => profile,
     };
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     cargo.args(["build", "--quiet", "--manifest-path"]).arg(repository().join(package).join("Cargo.toml"));
-    cargo.args(["--bin", name, "--profile", profile, "--target-dir"]).arg(built.parent().unwrap());
+    cargo.args(["--bin", name, "--profile", profile, "--target-dir"]).arg(folder.parent().unwrap());
     let features = [("cuda", cfg!(feature = "cuda")), ("hub", cfg!(feature = "hub")), ("s3", cfg!(feature = "s3"))];
     // The examples have only the first of these features.
-    let of_package = if name == "zerorun" { 3 } else { 1 };
-    for (feature, _) in features.iter().take(of_package).filter(|(_, is_on)| *is_on) {
+    let count = if name == "zerorun" { 3 } else { 1 };
+    for (feature, _) in features.iter().take(count).filter(|(_, is_on)| *is_on) {
         cargo.args(["--features", feature]);
     }
     let output = cargo.output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
-    built.join(name)
+    folder.join(name)
 }
 
 /// Writes an executable shell script.

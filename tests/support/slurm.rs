@@ -33,8 +33,8 @@ impl Slurm {
     /// Returns the first of Slurm's programs that is missing on this machine.
     pub fn lacking() -> Option<&'static str> {
         // The exit status does not matter, because some programs require a configuration even to print their version.
-        let there = |name: &&str| Command::new(name).arg("-V").output().is_ok();
-        ["slurmctld", "slurmd", "srun", "sbatch", "squeue", "sinfo"].into_iter().find(|name| !there(name))
+        let is_installed = |name: &&str| Command::new(name).arg("-V").output().is_ok();
+        ["slurmctld", "slurmd", "srun", "sbatch", "squeue", "sinfo"].into_iter().find(|name| !is_installed(name))
     }
 
     /// Starts the daemons and waits until both nodes are ready.
@@ -43,7 +43,7 @@ impl Slurm {
         slurm.configure();
         let mut controller = slurm.command(0, LIFE, "slurmctld");
         controller.args(["-D", "-i"]);
-        slurm.keep(controller);
+        slurm.spawn(controller);
         for node in [0, 1] {
             // `ip netns exec` has created a mount namespace, so only this node sees these mounts. Batch scripts name
             // the first node. MPICH names its files in /dev/shm after the job's number, which every Slurm counts from
@@ -51,7 +51,7 @@ impl Slurm {
             let mounts = "mount --bind \"$0\" /etc/hosts && mount -t tmpfs none /dev/shm && exec slurmd -D";
             let mut daemon = slurm.command(node, LIFE, "sh");
             daemon.args(["-c", mounts]).arg(slurm.file("hosts"));
-            slurm.keep(daemon);
+            slurm.spawn(daemon);
         }
         let begin = Instant::now();
         loop {
@@ -102,7 +102,7 @@ impl Slurm {
         self.folder.path().join(name)
     }
 
-    fn keep(&mut self, mut daemon: Command) {
+    fn spawn(&mut self, mut daemon: Command) {
         let log = File::options().create(true).append(true).open(self.file("log")).unwrap();
         daemon.stdout(log.try_clone().unwrap()).stderr(log);
         self.daemons.0.push(daemon.spawn().unwrap());

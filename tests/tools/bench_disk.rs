@@ -17,16 +17,14 @@ fn is_empty(path: &Path) -> bool {
     std::fs::read_dir(path).unwrap().next().is_none()
 }
 
-/// Collects every number in `value`, with its place.
-fn numbers(value: &Value, place: &str, found: &mut Vec<(String, f64)>) {
+/// Collects every number in `value`, with its path.
+fn numbers(value: &Value, path: &str, found: &mut Vec<(String, f64)>) {
     match value {
-        Value::Number(number) => found.push((place.to_string(), number.as_f64().unwrap())),
+        Value::Number(number) => found.push((path.to_string(), number.as_f64().unwrap())),
         Value::Array(values) => {
-            values.iter().enumerate().for_each(|(i, value)| numbers(value, &format!("{place}[{i}]"), found));
+            values.iter().enumerate().for_each(|(i, value)| numbers(value, &format!("{path}[{i}]"), found));
         }
-        Value::Object(values) => {
-            values.iter().for_each(|(key, value)| numbers(value, &format!("{place}.{key}"), found))
-        }
+        Value::Object(values) => values.iter().for_each(|(key, value)| numbers(value, &format!("{path}.{key}"), found)),
         _ => {}
     }
 }
@@ -44,9 +42,9 @@ fn every_pass_has_a_speed_and_nothing_is_left() {
     assert_eq!(result["step"]["bytes"], (24 << 20) / 16 * 28);
     let mut found = Vec::new();
     numbers(&result, "", &mut found);
-    for (place, number) in found {
+    for (path, number) in found {
         // JSON has no infinity: a number that is not finite would be null.
-        assert!(number > 0.0 || place == ".cached_at_start", "{place}: {number}");
+        assert!(number > 0.0 || path == ".cached_at_start", "{path}: {number}");
     }
     for timing in ["/sequential/0/write", "/step/plain/0", "/step/pipeline/3", "/step/update", "/sweep/14"] {
         let timing = result.pointer(timing).unwrap_or_else(|| panic!("no {timing} in {result}"));

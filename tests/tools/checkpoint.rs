@@ -322,10 +322,10 @@ fn above_the_limit_an_index_names_the_file_of_every_parameter() {
 fn a_gpt2_has_the_names_and_the_config_of_transformers() {
     let config =
         GptConfig { n_layer: 2, n_embd: 12, n_head: 3, ctx: 7, vocab: 19, ..GptConfig::preset("nano").unwrap() };
-    let told = json!({"architecture": "gpt2", "n_layer": 2, "n_head": 3, "n_embd": 12, "ctx": 7, "vocab": 19});
+    let model_state = json!({"architecture": "gpt2", "n_layer": 2, "n_head": 3, "n_embd": 12, "ctx": 7, "vocab": 19});
     let other = json!({"architecture": "gpt2", "n_layer": 5, "n_head": 3});
     let cases: [(Value, &[&str], std::result::Result<(), &str>); 4] = [
-        (json!({"model": told}), &[], Ok(())),
+        (json!({"model": model_state}), &[], Ok(())),
         (Value::Null, &["--n_head", "3"], Ok(())),
         (Value::Null, &[], Err("do not determine the number of heads; set it with --n_head")),
         (json!({"model": other}), &[], Err("contains n_layer 5, but its parameters imply 2")),
@@ -462,17 +462,17 @@ fn models_and_logits_for_transformers() {
     let gpt = GptConfig { n_layer: 3, ..GptConfig::preset("nano").unwrap() };
     let llama = LlamaConfig { num_hidden_layers: 3, ..LlamaConfig::preset("llama-nano").unwrap() };
     let untied = LlamaConfig { tie_word_embeddings: false, ..llama.clone() };
-    let told = |config: Value, architecture: &str| {
+    let client_state = |config: Value, architecture: &str| {
         let mut model = config;
         model["architecture"] = json!(architecture);
         json!({"model": model})
     };
-    let gpt_state = told(serde_json::to_value(&gpt).unwrap(), "gpt2");
+    let gpt_state = client_state(serde_json::to_value(&gpt).unwrap(), "gpt2");
     for_transformers(&dir.join("gpt2"), &gpt_state, &[], |vb| Gpt::new(&gpt, vb), |model, ids| model.forward(ids));
     for (name, config, more) in
         [("llama", llama, &[][..]), ("llama_untied", untied, &["--max_shard_size", "500KB"][..])]
     {
-        let state = told(serde_json::to_value(&config).unwrap(), "llama");
+        let state = client_state(serde_json::to_value(&config).unwrap(), "llama");
         for_transformers(&dir.join(name), &state, more, |vb| Llama::new(&config, vb), |model, ids| model.forward(ids));
     }
 }

@@ -41,12 +41,12 @@ fn completions_know_every_command_and_its_options() {
 
 #[test]
 fn every_command_has_a_manual_page() {
-    let whole = printed(&["man"]);
+    let manual = printed(&["man"]);
     for command in commands() {
         let page = printed(&["man", &command]);
         assert!(page.contains(".SH NAME") && page.contains(&format!("zerorun-{command}")), "{command}: {page}");
         // Hyphens are escaped.
-        assert!(whole.contains(&command.replace('-', r"\-")), "{command}");
+        assert!(manual.contains(&command.replace('-', r"\-")), "{command}");
     }
     let output = zerorun().args(["man", "fine"]).output().unwrap();
     assert_eq!(output.status.code(), Some(2));

@@ -55,7 +55,7 @@ fn reported(folder: &Path) -> (RecordedRun, Value) {
     })
 }
 
-fn ended(job: Child) -> Output {
+fn output_of(job: Child) -> Output {
     job.wait_with_output().unwrap()
 }
 
@@ -77,7 +77,7 @@ fn a_job_saves_and_stops_on_request_on_all_ranks_after_the_same_step() {
     run.request(RunRequest::Save).unwrap();
     wait_for("a checkpoint", || dir.path().join("saved/latest").exists().then_some(()));
     run.request(RunRequest::Stop).unwrap();
-    let output = ended(job);
+    let output = output_of(job);
     assert!(output.status.success(), "{}", stderr(&output));
     let run = RecordedRun::open(run.folder()).unwrap();
     assert_eq!(run.state(), RecordedState::Stopped);
@@ -105,7 +105,7 @@ fn the_record_says_which_rank_was_killed_and_the_others_were_stopped() {
     let (run, ranks) = reported(dir.path());
     let pid = Pid::from_raw(ranks["ranks"][1]["pid"].as_i64().unwrap() as i32).unwrap();
     kill_process(pid, Signal::KILL).unwrap();
-    assert!(!ended(job).status.success());
+    assert!(!output_of(job).status.success());
     let launch = run.launch_events().unwrap();
     let first = launch.iter().find(|event| event["event"] == "rank").unwrap();
     assert_eq!(
@@ -173,7 +173,7 @@ fn dash_serves_a_folder_until_a_signal() {
     let list = ask(&address, "GET /api/runs HTTP/1.1\r\nHost: localhost");
     assert!(list.contains("\"runs\":[],\"sweeps\":[]}"), "{list}");
     send(Signal::TERM, &dash);
-    let output = ended(dash);
+    let output = output_of(dash);
     assert!(output.status.success(), "{output:?}");
     let text = stderr(&output).replace(dir.path().to_str().unwrap(), "DIR");
     insta::assert_snapshot!(text, @"zerorun: there is no folder DIR/no runs yet yet; the page will show runs as soon as they are recorded there");

@@ -3,11 +3,11 @@
 use crate::support::processes::repository;
 use std::path::Path;
 
-/// Returns the `wanted` names in `folder`, a path relative to the repository.
-fn names(folder: &str, wanted: impl Fn(&Path) -> Option<String>) -> Vec<String> {
+/// Returns the names that `select` returns for the entries of `folder`, a path relative to the repository.
+fn names(folder: &str, select: impl Fn(&Path) -> Option<String>) -> Vec<String> {
     let folder = repository().join(folder);
     let mut names: Vec<String> =
-        std::fs::read_dir(folder).unwrap().filter_map(|entry| wanted(&entry.unwrap().path())).collect();
+        std::fs::read_dir(folder).unwrap().filter_map(|entry| select(&entry.unwrap().path())).collect();
     names.sort();
     names
 }

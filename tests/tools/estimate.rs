@@ -39,10 +39,10 @@ fn train_with<A: Architecture<Config: Sync>>(
     sizes: &A::Config,
     config: &Value,
     access: Option<DiskAccess>,
-    how: impl Fn(EngineBuilder) -> EngineBuilder + Sync,
+    options: impl Fn(EngineBuilder) -> EngineBuilder + Sync,
 ) -> Vec<Counted> {
     let ranks = threads::run(world, |comm| {
-        let builder = how(Engine::builder().communicator(comm).device(Device::Cpu));
+        let builder = options(Engine::builder().communicator(comm).device(Device::Cpu));
         let builder = match access {
             Some(access) => builder.disk_access(access),
             None => builder,
@@ -80,19 +80,19 @@ fn config(accumulation: usize, zero: Value, more: Value) -> Value {
     config
 }
 
-/// Compares all rows and the bytes that a step moves. Gradients that are being written to a file stay in memory until
-/// the disk is done: the estimate gives their maximum.
+/// Compares all rows and the bytes that a step transfers. Gradients that are being written to a file stay in memory
+/// until the disk is done: the estimate gives their maximum.
 fn compare(estimate: &Estimate, ranks: &[Counted], what: &str) {
     for counted in ranks {
         let (expected, found) = (&estimate.memory, &counted.memory);
-        let told = format!("{what}\nestimate: {expected}\ncounted: {found}");
-        assert_eq!((expected.stage, expected.parameters), (found.stage, found.parameters), "{told}");
+        let message = format!("{what}\nestimate: {expected}\ncounted: {found}");
+        assert_eq!((expected.stage, expected.parameters), (found.stage, found.parameters), "{message}");
         for (expected, found) in expected.rows.iter().zip(&found.rows) {
             if expected.kind == MemoryKind::Gradients && expected.file.held > 0 {
-                assert!(found.bytes.peak > 0 && found.bytes.peak <= expected.bytes.peak, "{told}");
-                assert_eq!((expected.bytes.held, expected.file), (found.bytes.held, found.file), "{told}");
+                assert!(found.bytes.peak > 0 && found.bytes.peak <= expected.bytes.peak, "{message}");
+                assert_eq!((expected.bytes.held, expected.file), (found.bytes.held, found.file), "{message}");
             } else {
-                assert_eq!(expected, found, "{told}");
+                assert_eq!(expected, found, "{message}");
             }
         }
         for kind in Collective::ALL {
@@ -103,12 +103,12 @@ fn compare(estimate: &Estimate, ranks: &[Counted], what: &str) {
                 elements: per_step(late.elements, early.elements),
                 wire_bytes: per_step(late.wire_bytes, early.wire_bytes),
             };
-            assert_eq!(estimate.step.kind(kind), found, "{}: {told}", kind.name());
+            assert_eq!(estimate.step.kind(kind), found, "{}: {message}", kind.name());
         }
         let disk = counted.disk[1].since(&counted.disk[0]);
         let moved = (disk.bytes_read, disk.bytes_written);
         let steps = STEPS[1] as u64;
-        assert_eq!((estimate.step.bytes_read * steps, estimate.step.bytes_written * steps), moved, "{told}");
+        assert_eq!((estimate.step.bytes_read * steps, estimate.step.bytes_written * steps), moved, "{message}");
     }
 }
 

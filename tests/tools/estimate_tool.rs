@@ -80,12 +80,12 @@ fn auto_is_what_the_engine_takes_it_as_and_that_is_said() {
     let file = file.to_str().unwrap();
     let args = ["--model", "gpt2", "--ds_config", file, "-n", "2"];
     let text = stdout(&estimate(&args));
-    let said = |width: u64| format!("- zero_optimization.reduce_bucket_size: \"auto\": taken as {}", width * width);
-    assert!(text.contains(&said(768)), "{text}");
+    let message = |width: u64| format!("- zero_optimization.reduce_bucket_size: \"auto\": taken as {}", width * width);
+    assert!(text.contains(&message(768)), "{text}");
     let output = estimate(&[&args[..], &["--n_embd", "96", "--json"]].concat());
     let all: Value = serde_json::from_str(&stdout(&output)).unwrap();
     assert_eq!(all["said"][0]["path"], "zero_optimization.reduce_bucket_size");
-    assert!(said(96).ends_with(all["said"][0]["message"].as_str().unwrap()), "{all}");
+    assert!(message(96).ends_with(all["said"][0]["message"].as_str().unwrap()), "{all}");
 }
 
 #[test]
@@ -207,8 +207,8 @@ fn hosts_add_their_bytes_a_step_and_a_table() {
     assert_eq!(hosts["weak_scaling"].as_array().unwrap().len(), 9);
     assert_eq!(hosts["weak_scaling"][1]["step_s"], hosts["forecast"]["step_s"]);
     assert_eq!(hosts["forecast"]["between"]["control"], json!({"calls": 1, "bytes_in": 96, "bytes_out": 96}));
-    let [alone, step] = [&hosts["measured_s"], &hosts["forecast"]["step_s"]].map(|s| s.as_f64().unwrap());
-    assert!((alone - 0.1).abs() < 1e-9 && step > alone && step < 0.12, "{alone} {step}");
+    let [one_host, step] = [&hosts["measured_s"], &hosts["forecast"]["step_s"]].map(|s| s.as_f64().unwrap());
+    assert!((one_host - 0.1).abs() < 1e-9 && step > one_host && step < 0.12, "{one_host} {step}");
     let assumed = all["assumed"].to_string();
     assert!(
         assumed.contains("the medians of 6 measured steps") && assumed.contains("as the measured steps on 2"),

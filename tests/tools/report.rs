@@ -82,9 +82,9 @@ fn the_level_of_the_kernels_is_the_best_unless_one_is_forced() {
 fn a_level_that_is_not_there_is_refused_with_those_that_are() {
     let (_, available) = level_of(&report_at("auto"));
     let allowed = format!("{} or auto", available.join(", "));
-    let lacking = LEVELS.iter().filter(|level| !available.iter().any(|has| has == *level));
-    let lacking = lacking.map(|level| (*level, "which this processor does not support; use"));
-    for (level, why) in lacking.chain([("sse9", "which is not a SIMD level; use")]) {
+    let unsupported = LEVELS.iter().filter(|level| !available.iter().any(|has| has == *level));
+    let unsupported = unsupported.map(|level| (*level, "which this processor does not support; use"));
+    for (level, why) in unsupported.chain([("sse9", "which is not a SIMD level; use")]) {
         let expected = format!("zerorun: environment variable CANDLE_ZERO_SIMD is `{level}`, {why} {allowed}\n");
         for words in [vec!["report"], vec!["-n", "2", "no_such_script.rs"]] {
             let output = zerorun().args(&words).env("CANDLE_ZERO_SIMD", level).output().unwrap();
@@ -95,12 +95,12 @@ fn a_level_that_is_not_there_is_refused_with_those_that_are() {
 
 #[test]
 fn an_engine_and_a_layer_without_one_refuse_a_wrong_level() {
-    const HERE: &str = "an_engine_and_a_layer_without_one_refuse_a_wrong_level";
+    const TEST: &str = "an_engine_and_a_layer_without_one_refuse_a_wrong_level";
     const MESSAGE: &str = "environment variable CANDLE_ZERO_SIMD is `sse9`, which is not a SIMD level";
     if std::env::var("CANDLE_ZERO_SIMD").as_deref() != Ok("sse9") {
         // The level is read once per process, so this test runs again in another process.
         let program = std::env::current_exe().unwrap();
-        let output = std::process::Command::new(program).arg(HERE).env("CANDLE_ZERO_SIMD", "sse9").output().unwrap();
+        let output = std::process::Command::new(program).arg(TEST).env("CANDLE_ZERO_SIMD", "sse9").output().unwrap();
         assert!(output.status.success() && stdout(&output).contains("1 passed"), "{}", stdout(&output));
         return;
     }
@@ -115,7 +115,7 @@ fn an_engine_and_a_layer_without_one_refuse_a_wrong_level() {
 
 #[test]
 fn ranks_at_different_levels_are_told_apart() {
-    const HERE: &str = "ranks_at_different_levels_are_told_apart";
+    const TEST: &str = "ranks_at_different_levels_are_told_apart";
     if std::env::var_os("RANK").is_some() {
         // This process is a rank of the job below.
         let built = Engine::initialize(|vb| candle_nn::linear(2, 2, vb), json!({"train_batch_size": 2}));
@@ -128,7 +128,7 @@ fn ranks_at_different_levels_are_told_apart() {
     let script = folder.path().join("ranks");
     let program = std::env::current_exe().unwrap();
     let text =
-        format!("#!/bin/sh\n[ $RANK = 1 ] && export CANDLE_ZERO_SIMD=portable\nexec '{}' {HERE}\n", program.display());
+        format!("#!/bin/sh\n[ $RANK = 1 ] && export CANDLE_ZERO_SIMD=portable\nexec '{}' {TEST}\n", program.display());
     std::fs::write(&script, text).unwrap();
     std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)).unwrap();
     let output = zerorun().env("CANDLE_ZERO_SIMD", "auto").args(["-n", "2"]).arg(&script).output().unwrap();
@@ -145,9 +145,9 @@ fn a_folder_that_is_not_there_is_named() {
 
 #[test]
 fn the_mpi_library_is_named_or_said_to_be_missing() {
-    let told =
+    let report_with =
         |library: &str| stdout(&zerorun().arg("report").env("CANDLE_ZERO_MPI_LIBRARY", library).output().unwrap());
-    let text = told("/no/such/libmpi.so");
+    let text = report_with("/no/such/libmpi.so");
     // The row includes its continuation lines, none of which a terminal wraps.
     let line = |text: &str| {
         let from = text.lines().skip_while(|line| !line.starts_with("mpi "));
@@ -158,11 +158,11 @@ fn the_mpi_library_is_named_or_said_to_be_missing() {
     };
     insta::assert_snapshot!(line(&text), @"mpi          none (tried /no/such/libmpi.so from CANDLE_ZERO_MPI_LIBRARY (/no/such/libmpi.so: cannot open shared object file: No such file or directory))");
     assert!(text.contains("no usable MPI library: ranks run only on this host"), "{text}");
-    insta::assert_snapshot!(line(&told("libc.so.6")), @"mpi          none (libc.so.6 has no MPI_Init_thread: it is not an MPI library that this program can use; use MPICH, Intel MPI, or Open MPI 4 or later)");
+    insta::assert_snapshot!(line(&report_with("libc.so.6")), @"mpi          none (libc.so.6 has no MPI_Init_thread: it is not an MPI library that this program can use; use MPICH, Intel MPI, or Open MPI 4 or later)");
     match Mpi::Mpich.library() {
         Some(library) => {
             let library = library.display().to_string();
-            let text = told(&library);
+            let text = report_with(&library);
             assert!(
                 text.split_whitespace()
                     .collect::<Vec<_>>()

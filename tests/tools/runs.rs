@@ -233,7 +233,7 @@ fn wrong_words_are_refused_with_what_is_allowed() {
     for name in ["a", "ab"] {
         train(dir.path(), &[(STEPS, "1"), (RUN, name)]);
     }
-    let told = |words: &[&str]| {
+    let refusal = |words: &[&str]| {
         let output = runs_tool(dir.path(), words);
         assert_eq!(output.status.code(), Some(2), "{words:?}");
         let text = stderr(&output).replace(dir.path().to_str().unwrap(), "RUNS");
@@ -245,21 +245,21 @@ fn wrong_words_are_refused_with_what_is_allowed() {
         };
         text.split(' ').map(digits).collect::<Vec<_>>().join(" ").trim_end().to_owned()
     };
-    insta::assert_snapshot!(told(&["show", "x"]), @"zerorun: no run in RUNS is named `x`; `zerorun runs` lists all runs");
-    insta::assert_snapshot!(told(&["show", ""]), @"zerorun: `` is a prefix of 2 names: a-TIME ab-TIME give more of the name");
-    insta::assert_snapshot!(told(&["rm", "a", "--yes"]), @"zerorun: `a` is a prefix of 2 names: a-TIME ab-TIME give more of the name");
-    insta::assert_snapshot!(told(&["rm", "ab", "a-"]), @"zerorun: standard input is not a terminal, so zerorun cannot ask whether to remove a-TIME ab-TIME give --yes to remove without asking");
-    insta::assert_snapshot!(told(&["compare", "a-"]), @"zerorun: 2 values required by '<RUN> <RUN>...'; only 1 was provided");
-    insta::assert_snapshot!(told(&["compare", "a-", "a-"]), @"zerorun: run a-TIME is given twice; give different runs");
-    insta::assert_snapshot!(told(&["export", "a-"]), @"zerorun: the following required arguments were not provided:   <--csv|--jsonl>");
-    insta::assert_snapshot!(told(&["export", "a-", "--csv", "--jsonl"]), @"zerorun: the argument '--csv' cannot be used with '--jsonl'");
-    insta::assert_snapshot!(told(&["--filter", "lr"]), @"zerorun: invalid value 'lr' for '--filter <KEY=VALUE>': give a key and a value, such as optimizer.params.lr=0.001 or host=node*");
-    insta::assert_snapshot!(told(&["--filter", "zzzzzz=1"]), @"zerorun: --filter zzzzzz: no run has this key; `zerorun runs show RUN` lists the settings of a run");
-    assert!(told(&["--filter", "optimizer.param.lr=1"]).contains("optimizer.params.lr"));
-    insta::assert_snapshot!(told(&["--state", "done"]), @"zerorun: invalid value 'done' for '--state <STATE>': give one of running, finished, stopped, failed, killed");
-    insta::assert_snapshot!(told(&["--since", "yesterday"]), @"zerorun: invalid value 'yesterday' for '--since <TIME>': give an age, such as 90m, 12h, 7d or 2w, or a date in UTC, such as 2026-01-31 or 2026-01-31T18:00");
-    insta::assert_snapshot!(told(&["--sort", "size"]), @"zerorun: invalid value 'size' for '--sort <SORT>'   [possible values: start, name, state, duration, steps, loss, best_loss, val, best_val]");
-    insta::assert_snapshot!(told(&["delete", "a"]), @"zerorun: unrecognized subcommand 'delete'");
+    insta::assert_snapshot!(refusal(&["show", "x"]), @"zerorun: no run in RUNS is named `x`; `zerorun runs` lists all runs");
+    insta::assert_snapshot!(refusal(&["show", ""]), @"zerorun: `` is a prefix of 2 names: a-TIME ab-TIME give more of the name");
+    insta::assert_snapshot!(refusal(&["rm", "a", "--yes"]), @"zerorun: `a` is a prefix of 2 names: a-TIME ab-TIME give more of the name");
+    insta::assert_snapshot!(refusal(&["rm", "ab", "a-"]), @"zerorun: standard input is not a terminal, so zerorun cannot ask whether to remove a-TIME ab-TIME give --yes to remove without asking");
+    insta::assert_snapshot!(refusal(&["compare", "a-"]), @"zerorun: 2 values required by '<RUN> <RUN>...'; only 1 was provided");
+    insta::assert_snapshot!(refusal(&["compare", "a-", "a-"]), @"zerorun: run a-TIME is given twice; give different runs");
+    insta::assert_snapshot!(refusal(&["export", "a-"]), @"zerorun: the following required arguments were not provided:   <--csv|--jsonl>");
+    insta::assert_snapshot!(refusal(&["export", "a-", "--csv", "--jsonl"]), @"zerorun: the argument '--csv' cannot be used with '--jsonl'");
+    insta::assert_snapshot!(refusal(&["--filter", "lr"]), @"zerorun: invalid value 'lr' for '--filter <KEY=VALUE>': give a key and a value, such as optimizer.params.lr=0.001 or host=node*");
+    insta::assert_snapshot!(refusal(&["--filter", "zzzzzz=1"]), @"zerorun: --filter zzzzzz: no run has this key; `zerorun runs show RUN` lists the settings of a run");
+    assert!(refusal(&["--filter", "optimizer.param.lr=1"]).contains("optimizer.params.lr"));
+    insta::assert_snapshot!(refusal(&["--state", "done"]), @"zerorun: invalid value 'done' for '--state <STATE>': give one of running, finished, stopped, failed, killed");
+    insta::assert_snapshot!(refusal(&["--since", "yesterday"]), @"zerorun: invalid value 'yesterday' for '--since <TIME>': give an age, such as 90m, 12h, 7d or 2w, or a date in UTC, such as 2026-01-31 or 2026-01-31T18:00");
+    insta::assert_snapshot!(refusal(&["--sort", "size"]), @"zerorun: invalid value 'size' for '--sort <SORT>'   [possible values: start, name, state, duration, steps, loss, best_loss, val, best_val]");
+    insta::assert_snapshot!(refusal(&["delete", "a"]), @"zerorun: unrecognized subcommand 'delete'");
 }
 
 #[test]

@@ -27,8 +27,9 @@ fn adam() -> Value {
 #[test]
 fn each_step_has_the_rate_and_the_betas_that_deepspeed_recorded() {
     let file: Value = serde_json::from_str(include_str!("../fixtures/schedules.json")).unwrap();
-    let near = |a: &Value, b: &Value| (a.as_f64().unwrap() - b.as_f64().unwrap()).abs() <= 1e-9 * b.as_f64().unwrap();
-    let mut run = 0;
+    let is_close =
+        |a: &Value, b: &Value| (a.as_f64().unwrap() - b.as_f64().unwrap()).abs() <= 1e-9 * b.as_f64().unwrap();
+    let mut compared = 0;
     for case in file["cases"].as_array().unwrap() {
         let single = case["group_lrs"].as_array().unwrap().len() == 1 && case["skipped_steps"].is_null();
         // The tool stops when beta1 reaches 1.
@@ -43,23 +44,23 @@ fn each_step_has_the_rate_and_the_betas_that_deepspeed_recorded() {
         assert_eq!(lines.len(), 60);
         for (n, line) in lines.iter().enumerate() {
             assert_eq!(line["step"], n + 1);
-            assert!(near(&line["lr"], &case["lr"][n]), "{case} {line}");
+            assert!(is_close(&line["lr"], &case["lr"][n]), "{case} {line}");
             let unchanged = json!([0.9, 0.999]);
             let betas = if case["betas"] == "unchanged" { &unchanged } else { &case["betas"][n] };
-            assert!((0..2).all(|i| near(&line["betas"][i], &betas[i])), "{case} {line}");
+            assert!((0..2).all(|i| is_close(&line["betas"][i], &betas[i])), "{case} {line}");
         }
-        run += 1;
+        compared += 1;
     }
-    assert_eq!(run, 18);
+    assert_eq!(compared, 18);
 }
 
 #[test]
 fn auto_steps_of_a_schedule_are_those_that_are_shown() {
-    let cosine =
+    let decay =
         |steps: Value| json!({"type": "WarmupDecayLR", "params": {"total_num_steps": steps, "warmup_num_steps": 2}});
-    let auto = schedule(&adam(), &cosine(json!("auto")), &["--steps", "8"]);
+    let auto = schedule(&adam(), &decay(json!("auto")), &["--steps", "8"]);
     assert!(auto.status.success(), "{}", stderr(&auto));
-    assert_eq!(lines(&auto), lines(&schedule(&adam(), &cosine(json!(8)), &["--steps", "8"])));
+    assert_eq!(lines(&auto), lines(&schedule(&adam(), &decay(json!(8)), &["--steps", "8"])));
 }
 
 #[test]
@@ -125,16 +126,16 @@ fn a_plot_shows_the_rate_and_a_momentum_that_changes() {
 #[test]
 fn what_is_wrong_ends_with_code_2_and_its_name() {
     let warm_up = json!({"type": "WarmupLR", "params": {"warmup_num_steps": 0}});
-    let known = json!({"type": "WarmupLR", "params": {}});
+    let valid = json!({"type": "WarmupLR", "params": {}});
     let steps: &[&str] = &["--steps", "5"];
     for (optimizer, scheduler, more, words) in [
         (adam(), warm_up, steps, "scheduler.params.warmup_num_steps"),
         (adam(), json!({"type": "OneCycle"}), steps, "scheduler.params.cycle_max_lr"),
         (adam(), json!({"type": "StepLR"}), steps, "\"StepLR\" is not supported"),
-        (Value::Null, known.clone(), steps, "no optimizer section"),
-        (adam(), known.clone(), &["--steps", "0"], "--steps"),
-        (adam(), known.clone(), &["--plot"], "--steps"),
-        (adam(), known, &["--steps", "5", "--num_ranks", "0"], "num_ranks"),
+        (Value::Null, valid.clone(), steps, "no optimizer section"),
+        (adam(), valid.clone(), &["--steps", "0"], "--steps"),
+        (adam(), valid.clone(), &["--plot"], "--steps"),
+        (adam(), valid, &["--steps", "5", "--num_ranks", "0"], "num_ranks"),
     ] {
         let output = schedule(&optimizer, &scheduler, more);
         assert_eq!(output.status.code(), Some(2), "{words}");

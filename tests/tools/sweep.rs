@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-/// The variables of the program below.
+/// The endings of the names of the program's variables, `TEST_SWEEP_...`.
 const ARGS: [&str; 7] = ["CONFIG", "STEPS", "SAVE", "EXPORT", "WIDTH", "FAIL", "SLOW"];
 
 fn argument<T: std::str::FromStr>(name: &str) -> Option<T> {
@@ -113,7 +113,7 @@ impl Folder {
         stdout(&output)
     }
 
-    /// Returns what `zerorun sweep show` prints.
+    /// Returns the JSON output of `zerorun sweep show`.
     pub fn shown(&self, sweep: &str) -> Value {
         serde_json::from_str(&self.finished(&["show", sweep, "--json"])).unwrap()
     }
@@ -158,10 +158,10 @@ fn paused_trials_continue_to_the_bit_and_the_best_is_found_with_few_steps() {
     // The model of the trial that paused at every rung has the same bits as that of the trial that never paused, and as
     // that of the script.
     assert!(halved["trials"][best - 1]["results"].as_array().unwrap().len() > 2);
-    let own = folder.bytes(&format!("halved/trials/{best:04}/model.safetensors"));
-    assert_eq!(own, folder.bytes(&format!("sweeps/all/trials/{best_of_all:04}/model.safetensors")));
+    let weights = folder.bytes(&format!("halved/trials/{best:04}/model.safetensors"));
+    assert_eq!(weights, folder.bytes(&format!("sweeps/all/trials/{best_of_all:04}/model.safetensors")));
     folder.train_best("halved", "alone");
-    assert_eq!(own, folder.bytes("alone/model.safetensors"));
+    assert_eq!(weights, folder.bytes("alone/model.safetensors"));
     let written: Value = serde_json::from_slice(&folder.bytes("halved/best/best.json")).unwrap();
     assert_eq!((&written["trial"], &written["step"]), (&json!(best), &json!(16)));
     assert_eq!(written["configuration"]["optimizer"]["params"]["lr"], written["parameters"]["optimizer.params.lr"]);
@@ -267,8 +267,8 @@ fn a_branch_of_a_population_equals_a_resume_by_hand() {
     command.current_dir(folder.0.path()).args(["./train", "--steps", "16", "--save", "hand", "--ds_config", &config]);
     let output = command.args(["--export", "hand.safetensors"]).output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
-    let own = folder.bytes(&format!("pbt/trials/{number:04}/model.safetensors"));
-    assert_eq!(own, folder.bytes("hand.safetensors"));
+    let weights = folder.bytes(&format!("pbt/trials/{number:04}/model.safetensors"));
+    assert_eq!(weights, folder.bytes("hand.safetensors"));
     // The script of the best trial repeats the training of its donors, too.
     folder.train_best("pbt", "alone");
     let best = shown["best"].as_u64().unwrap();
@@ -290,8 +290,8 @@ fn trials_that_fail_are_recorded_and_too_many_end_the_sweep() {
     assert_eq!(states, ["failed", "failed", "failed", "failed", "complete", "complete"]);
     let output = folder.run(&["fails.toml", "--steps", "2", "--max_failures", "2", "--out", "ended"]);
     assert_eq!(output.status.code(), Some(1));
-    let said = stderr(&output);
-    insta::assert_snapshot!(said.lines().last().unwrap(), @"zerorun: the number of failed trials is 3, and max_failures is 2; the last one failed with: error: the data of step 1 are missing; correct the command and begin again with another --out, or continue with a larger --max_failures");
+    let messages = stderr(&output);
+    insta::assert_snapshot!(messages.lines().last().unwrap(), @"zerorun: the number of failed trials is 3, and max_failures is 2; the last one failed with: error: the data of step 1 are missing; correct the command and begin again with another --out, or continue with a larger --max_failures");
     assert_eq!(folder.shown("ended")["failures"], 3);
     // With a larger limit, the sweep continues.
     folder.finished(&["resume", "ended", "--max_failures", "9"]);
@@ -322,8 +322,8 @@ fn a_sweep_that_is_stopped_saves_its_trials_and_continues() {
     // A different sweep does not continue in the folder.
     let output = folder.run(&["slow.toml", "--out", "slow", "--seed", "4", "--parallel", "2"]);
     assert_eq!(output.status.code(), Some(2));
-    let said = stderr(&output).replace(folder.0.path().to_str().unwrap(), "DIR");
-    insta::assert_snapshot!(said.trim_end(), @"zerorun: DIR/slow: the sweep in it was begun with different settings: seed: 3 -> 4; continue it with `zerorun sweep resume DIR/slow`, or give another folder with --out");
+    let message = stderr(&output).replace(folder.0.path().to_str().unwrap(), "DIR");
+    insta::assert_snapshot!(message.trim_end(), @"zerorun: DIR/slow: the sweep in it was begun with different settings: seed: 3 -> 4; continue it with `zerorun sweep resume DIR/slow`, or give another folder with --out");
 }
 
 #[test]

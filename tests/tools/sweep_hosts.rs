@@ -63,8 +63,8 @@ impl Cluster {
         let output = self.run(words);
         assert_eq!(output.status.code(), Some(code), "{words:?}: {}{}", stdout(&output), stderr(&output));
         let path = launcher().display().to_string();
-        let said = stderr(&output).replace(&path, "ZERORUN");
-        said.trim_end().lines().last().unwrap_or_default().replace(self.folder.0.path().to_str().unwrap(), "DIR")
+        let message = stderr(&output).replace(&path, "ZERORUN");
+        message.trim_end().lines().last().unwrap_or_default().replace(self.folder.0.path().to_str().unwrap(), "DIR")
     }
 
     fn journal(&self, sweep: &str) -> Vec<Value> {
@@ -93,8 +93,8 @@ impl Cluster {
     /// Checks that two sweeps have made the same decisions and have the same best model.
     fn assert_same(&self, one: &str, other: &str) {
         assert_eq!(self.decisions(one), self.decisions(other));
-        let [shown, also] = [one, other].map(|sweep| self.folder.shown(sweep));
-        assert_eq!(shown, also);
+        let [shown, other_shown] = [one, other].map(|sweep| self.folder.shown(sweep));
+        assert_eq!(shown, other_shown);
         let model = |sweep: &str| {
             let trial = shown["best"].as_u64().unwrap();
             self.folder.bytes(&format!("{sweep}/trials/{trial:04}/model.safetensors"))
@@ -114,8 +114,8 @@ fn two_hosts_share_the_trials_and_make_the_decisions_of_one_host() {
     cluster.folder.sweep_file("s.toml", &small());
     cluster.folder.finished(&["s.toml", "--out", "whole"]);
     cluster.write("hosts", "alpha slots=2\nbeta slots=1\nunused slots=3\n");
-    let said = cluster.finished(&["s.toml", "--out", "shared", "--hostfile", "hosts", "--exclude", "unused"]);
-    assert!(said.contains(" runs on alpha\n") && said.contains(" runs on beta\n"), "{said}");
+    let messages = cluster.finished(&["s.toml", "--out", "shared", "--hostfile", "hosts", "--exclude", "unused"]);
+    assert!(messages.contains(" runs on alpha\n") && messages.contains(" runs on beta\n"), "{messages}");
     assert!(cluster.has_placed_on("shared", "alpha") && cluster.has_placed_on("shared", "beta"));
     assert!(!cluster.has_placed_on("shared", "unused"));
     cluster.assert_same("whole", "shared");
@@ -167,9 +167,9 @@ fn trials_of_a_lost_host_continue_on_another_without_counting_as_failed() {
     cluster.wait_for_trial_on("lost", "beta");
     cluster.write("down-beta", "");
     let output = sweep.wait_with_output().unwrap();
-    let said = stderr(&output);
-    assert!(output.status.success(), "{said}");
-    let warnings: Vec<&str> = said.lines().filter(|line| line.contains("warning")).collect();
+    let messages = stderr(&output);
+    assert!(output.status.success(), "{messages}");
+    let warnings: Vec<&str> = messages.lines().filter(|line| line.contains("warning")).collect();
     insta::assert_snapshot!(warnings.join("\n"), @"zerorun: warning: host beta is lost: the remote shell ended with exit code 255: rsh: beta: no route to host; no more trials are started on it, and its trials continue on other hosts from their newest checkpoints");
     cluster.assert_same("whole", "lost");
     assert_eq!(cluster.folder.shown("lost")["failures"], 0);
@@ -187,8 +187,8 @@ fn a_sweep_that_loses_all_hosts_ends_and_continues_on_others() {
     cluster.write("down-alpha", "");
     let output = sweep.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
-    let said = stderr(&output).replace(cluster.folder.0.path().to_str().unwrap(), "DIR");
-    insta::assert_snapshot!(said.lines().last().unwrap(), @"zerorun: all hosts are lost; the last one was alpha: the remote shell ended with exit code 255: rsh: alpha: no route to host; when hosts can be reached again, or with another --hostfile, continue the sweep with `zerorun sweep resume DIR/lost`");
+    let messages = stderr(&output).replace(cluster.folder.0.path().to_str().unwrap(), "DIR");
+    insta::assert_snapshot!(messages.lines().last().unwrap(), @"zerorun: all hosts are lost; the last one was alpha: the remote shell ended with exit code 255: rsh: alpha: no route to host; when hosts can be reached again, or with another --hostfile, continue the sweep with `zerorun sweep resume DIR/lost`");
     // `show` has the host on which a trial was running.
     let shown = cluster.folder.shown("lost");
     let running = shown["trials"].as_array().unwrap().iter().find(|trial| trial["state"] == "running").unwrap();
@@ -240,8 +240,8 @@ fn a_sweep_that_is_stopped_saves_its_trials_on_other_hosts() {
     assert_eq!(output.status.code(), Some(128 + 15), "{}", stderr(&output));
     wait_until_gone(&processes);
     // Without the hostfile, the sweep continues on this host.
-    let said = cluster.finished(&["s.toml", "--out", "stopped"]);
-    assert!(!said.contains(" runs on alpha"), "{said}");
+    let messages = cluster.finished(&["s.toml", "--out", "stopped"]);
+    assert!(!messages.contains(" runs on alpha"), "{messages}");
 }
 
 #[test]

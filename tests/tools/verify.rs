@@ -9,9 +9,9 @@ fn every_row_of_every_precision_has_the_bits_of_stage_0() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let output = zerorun().args(["verify", "--steps", "3", "--json", "--dir"]).arg(folder.path()).output().unwrap();
     assert!(output.status.success(), "{} {}", stdout(&output), stderr(&output));
-    let told: Value = serde_json::from_str(&stdout(&output)).unwrap();
-    assert_eq!((&told["ok"], &told["num_ranks"], &told["steps"]), (&json!(true), &json!(2), &json!(3)));
-    let rows = told["rows"].as_array().unwrap();
+    let report: Value = serde_json::from_str(&stdout(&output)).unwrap();
+    assert_eq!((&report["ok"], &report["num_ranks"], &report["steps"]), (&json!(true), &json!(2), &json!(3)));
+    let rows = report["rows"].as_array().unwrap();
     assert_eq!(rows.len(), 27);
     for (precision, rows) in ["f32", "bf16", "fp16"].iter().zip(rows.chunks(9)) {
         let (rows, pipelines) = rows.split_at(6);
@@ -37,8 +37,8 @@ fn every_row_of_every_precision_has_the_bits_of_stage_0() {
         assert!(peaks.is_sorted_by(|a, b| a > b), "{peaks:?}");
     }
     // The precisions give three different results, on two ranks and on one.
-    for of_precision in [0, 6] {
-        let first = rows.chunks(9).map(|rows| rows[of_precision]["parameters"].as_str().unwrap());
+    for index in [0, 6] {
+        let first = rows.chunks(9).map(|rows| rows[index]["parameters"].as_str().unwrap());
         assert_eq!(first.collect::<BTreeSet<_>>().len(), 3);
     }
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "nothing is left");
@@ -65,8 +65,8 @@ fn the_table_ends_with_a_verdict() {
 fn what_cannot_be_is_refused() {
     let output = zerorun().args(["verify", "--dir", "no/such/folder"]).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
-    let told = "zerorun: cannot create a folder in no/such/folder: No such file or directory";
-    assert!(stderr(&output).starts_with(told), "{}", stderr(&output));
+    let message = "zerorun: cannot create a folder in no/such/folder: No such file or directory";
+    assert!(stderr(&output).starts_with(message), "{}", stderr(&output));
     for words in [["--num_ranks", "0"], ["--steps", "0"]] {
         assert_eq!(zerorun().arg("verify").args(words).output().unwrap().status.code(), Some(2));
     }

@@ -44,8 +44,8 @@ impl Module for Block {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let y = causal_attention(&self.qkv.forward(&self.norm.forward(x)?)?, 2)?;
         let gelu = LinearEpilogue { activation: Some(Activation::GeluTanh), ..LinearEpilogue::default() };
-        let h = self.up.forward_then(&y, gelu)?;
-        self.down.forward_then(&h, LinearEpilogue { residual: Some(x), ..LinearEpilogue::default() })
+        let h = self.up.forward_with_epilogue(&y, gelu)?;
+        self.down.forward_with_epilogue(&h, LinearEpilogue { residual: Some(x), ..LinearEpilogue::default() })
     }
 }
 

@@ -87,12 +87,12 @@ fn a_training_forward_begins_with_rank_0s_buffers() {
 
 #[test]
 fn the_mean_of_all_ranks_is_taken_at_the_end_of_a_step() {
-    let (own, mean) = (of_second_step(BufferSync::None), of_second_step(BufferSync::Mean));
-    assert_ne!(own[0].0, own[1].0);
-    assert_eq!(own[1].0, own[1].1, "nothing is exchanged without a rule");
+    let (local, mean) = (of_second_step(BufferSync::None), of_second_step(BufferSync::Mean));
+    assert_ne!(local[0].0, local[1].0);
+    assert_eq!(local[1].0, local[1].1, "nothing is exchanged without a rule");
     assert_eq!(mean[0].0, mean[1].0);
     for (i, value) in mean[0].0.iter().enumerate() {
-        let expected = ((f64::from(own[0].0[i]) + f64::from(own[1].0[i])) / 2.0) as f32;
+        let expected = ((f64::from(local[0].0[i]) + f64::from(local[1].0[i])) / 2.0) as f32;
         assert_eq!(*value, expected, "element {i}");
     }
 }
@@ -309,10 +309,10 @@ fn initial_values_that_depend_on_the_rank_are_an_error_with_the_name_at_every_st
         ] {
             for (rank, result) in errors_of_ranks(stage, build).into_iter().enumerate() {
                 let error = result.unwrap_err();
-                let Error::Engine(EngineError::InitialValuesDiffer { what, rank: here, other, .. }) = &error else {
+                let Error::Engine(EngineError::InitialValuesDiffer { subject, rank: here, other, .. }) = &error else {
                     panic!("stage {stage}: {error}")
                 };
-                assert!(what.ends_with("layer.odd") && *here == rank && *other != rank, "{error}");
+                assert!(subject.ends_with("layer.odd") && *here == rank && *other != rank, "{error}");
             }
         }
     }
@@ -393,15 +393,15 @@ fn a_buffer_whose_shape_changes_is_an_error_before_a_save_writes_and_a_load_puts
         engine.save_checkpoint(&saved, None, json!({}))?;
         let rank = engine.rank();
         let ids = engine.model().1.clone();
-        let whole = (rank == 0).then(|| swap(&ids, CpuStorage::U32(vec![1, 2, 3, 4])));
+        let original = (rank == 0).then(|| swap(&ids, CpuStorage::U32(vec![1, 2, 3, 4])));
         let error = engine.save_checkpoint(&refused, None, json!({})).unwrap_err();
         if rank == 0 {
             insta::assert_snapshot!(error, @"buffer rows.ids of shape [3] holds 4 elements of type U32 instead of 3 elements of type U32; a buffer keeps its original shape and type; change its values with Var::set");
         }
         assert!(!refused.exists());
         // Once the buffer is repaired, the run continues. Loading a checkpoint also repairs it.
-        if let Some(whole) = whole {
-            swap(&ids, whole);
+        if let Some(original) = original {
+            swap(&ids, original);
         }
         engine.save_checkpoint(&refused, None, json!({}))?;
         step(&mut engine)?;

@@ -55,21 +55,22 @@ fn errors(function: Function, shapes: &[&[usize]]) -> Result<Vec<f64>> {
 
 /// Asserts that an operation's gradient is still wrong.
 #[track_caller]
-fn is_wrong(what: &str, instead: &str, function: Function, shapes: &[&[usize]]) {
+fn is_wrong(what: &str, replacement: &str, function: Function, shapes: &[&[usize]]) {
     let errors = errors(function, shapes).unwrap();
     assert!(
         errors.iter().any(|error| *error > 0.1),
-        "the gradients of Candle's {what} are now correct ({errors:?}); reconsider {instead} and its row in docs/vision.md"
+        "the gradients of Candle's {what} are now correct ({errors:?}); reconsider {replacement} and its row in \
+         docs/vision.md"
     );
 }
 
 /// Asserts that an operation still has no gradient in this case.
 #[track_caller]
-fn is_refused(what: &str, instead: &str, function: Function, shapes: &[&[usize]]) {
+fn is_refused(what: &str, replacement: &str, function: Function, shapes: &[&[usize]]) {
     let result = errors(function, shapes);
     assert!(
         result.is_err(),
-        "Candle's {what} now has a gradient ({result:?}); reconsider {instead} and its row in docs/vision.md"
+        "Candle's {what} now has a gradient ({result:?}); reconsider {replacement} and its row in docs/vision.md"
     );
 }
 
@@ -104,9 +105,9 @@ fn conv_transpose1d_of_several_samples_is_wrong() {
     let (x, w) = (numbers(&[2, 3, 9], 0), numbers(&[3, 4, 3], 1));
     let together = x.conv_transpose1d(&w, 0, 0, 2, 1, 1).unwrap();
     let one = |i: usize| x.narrow(0, i, 1).unwrap().contiguous().unwrap().conv_transpose1d(&w, 0, 0, 2, 1, 1).unwrap();
-    let apart = Tensor::cat(&[one(0), one(1)], 0).unwrap();
+    let separate = Tensor::cat(&[one(0), one(1)], 0).unwrap();
     assert!(
-        difference(&together, &apart) > 0.1,
+        difference(&together, &separate) > 0.1,
         "Candle's conv_transpose1d of a batch is now correct; reconsider nn::ConvTranspose1d and its row in docs/vision.md"
     );
 }
@@ -140,14 +141,14 @@ fn the_gradients_of_pooling_are_wrong_and_missing_where_windows_overlap() {
 
 #[test]
 fn upsampling_forgets_what_else_its_input_is_used_for_and_has_no_gradient_for_other_factors() {
-    let instead = "nn::upsample_nearest2d";
+    let replacement = "nn::upsample_nearest2d";
     // An earlier gradient of the input is replaced.
     let twice: Function = |a| &a[0].upsample_nearest2d(8, 8)?.narrow(2, 0, 4)?.narrow(3, 0, 4)? + (&a[0] * 3.0)?;
-    is_wrong("upsample_nearest2d of an input that is used twice", instead, twice, &[&[1, 2, 4, 4]]);
+    is_wrong("upsample_nearest2d of an input that is used twice", replacement, twice, &[&[1, 2, 4, 4]]);
     let twice: Function = |a| &a[0].upsample_nearest1d(8)?.narrow(2, 0, 4)? + (&a[0] * 3.0)?;
     is_wrong("upsample_nearest1d of an input that is used twice", "nn::upsample_nearest1d", twice, &[&[1, 2, 4]]);
-    is_refused("upsample_nearest2d", instead, |a| a[0].upsample_nearest2d(5, 7), &[&[1, 2, 3, 3]]);
-    is_refused("upsample_nearest2d", instead, |a| a[0].upsample_nearest2d(6, 9), &[&[1, 2, 3, 3]]);
+    is_refused("upsample_nearest2d", replacement, |a| a[0].upsample_nearest2d(5, 7), &[&[1, 2, 3, 3]]);
+    is_refused("upsample_nearest2d", replacement, |a| a[0].upsample_nearest2d(6, 9), &[&[1, 2, 3, 3]]);
     is_refused("upsample_nearest1d", "nn::upsample_nearest1d", |a| a[0].upsample_nearest1d(5), &[&[1, 2, 3]]);
     let bilinear: Function = |a| a[0].upsample_bilinear2d(6, 6, false);
     is_refused("upsample_bilinear2d", "nn::upsample_bilinear2d", bilinear, &[&[1, 2, 3, 3]]);

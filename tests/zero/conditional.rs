@@ -23,12 +23,12 @@ struct Branches {
 
 /// The parts of the model that one micro step uses.
 #[derive(Clone, Copy)]
-struct Way {
+struct Route {
     layers: [bool; 3],
     heads: [bool; 2],
 }
 
-const ALL: Way = Way { layers: [true; 3], heads: [true; 2] };
+const ALL: Route = Route { layers: [true; 3], heads: [true; 2] };
 
 impl Branches {
     fn new(vb: VarBuilder<'_>) -> Result<Self> {
@@ -37,7 +37,7 @@ impl Branches {
         Ok(Self { trunk: (0..3).map(layer).collect::<Result<_>>()?, heads: [head(0)?, head(1)?] })
     }
 
-    fn loss(&self, x: &Tensor, path: Way) -> Result<Tensor> {
+    fn loss(&self, x: &Tensor, path: Route) -> Result<Tensor> {
         let mut x = x.clone();
         for (layer, _) in self.trunk.iter().zip(path.layers).filter(|(_, used)| *used) {
             x = layer.forward(&x)?.tanh()?;
@@ -49,7 +49,7 @@ impl Branches {
 
     /// Returns the same loss as `loss`, but unused parameters have gradients of zero, because the outputs of unused
     /// parts, multiplied by zeros, are added.
-    fn loss_with_zeros(&self, x: &Tensor, path: Way) -> Result<Tensor> {
+    fn loss_with_zeros(&self, x: &Tensor, path: Route) -> Result<Tensor> {
         let mut zeros = vec![];
         let mut x = x.clone();
         for (layer, used) in self.trunk.iter().zip(path.layers) {
@@ -81,7 +81,7 @@ fn engine(comm: Arc<dyn Communicator>, config: &Value) -> candle_zero::Result<En
 }
 
 /// Runs one micro step, and returns the bits of the loss.
-fn micro_step(engine: &mut Engine<Branches>, sample: usize, path: Way) -> candle_zero::Result<u32> {
+fn micro_step(engine: &mut Engine<Branches>, sample: usize, path: Route) -> candle_zero::Result<u32> {
     let loss = engine.forward(|model| model.loss(&input(sample), path))?;
     engine.backward(&loss)?;
     engine.step()?;
@@ -93,7 +93,7 @@ fn run(
     world: usize,
     config: &Value,
     more: impl Fn(EngineBuilder) -> EngineBuilder + Sync,
-    path: impl Fn(usize, usize) -> Way + Sync,
+    path: impl Fn(usize, usize) -> Route + Sync,
     with_zeros: bool,
 ) -> (Vec<Vec<u32>>, Vec<u8>) {
     let folder = tempfile::tempdir().unwrap();
@@ -129,7 +129,7 @@ fn ignoring() -> Value {
 
 #[test]
 fn heads_may_take_turns_within_an_accumulation() {
-    let path = |micro: usize, _| Way { heads: [micro.is_multiple_of(2), micro % 2 == 1], ..ALL };
+    let path = |micro: usize, _| Route { heads: [micro.is_multiple_of(2), micro % 2 == 1], ..ALL };
     let reference = run(2, &config(0, 2, json!({}), json!({})), |b| b, path, false);
     for stage in 1..4 {
         assert_eq!(run(2, &config(stage, 2, gathering(), json!({})), |b| b, path, false), reference, "stage {stage}");
@@ -138,7 +138,7 @@ fn heads_may_take_turns_within_an_accumulation() {
 
 #[test]
 fn a_run_that_skips_a_unit_goes_on_from_its_checkpoint() {
-    let skipping = Way { layers: [true, false, true], heads: [true, false] };
+    let skipping = Route { layers: [true, false, true], heads: [true, false] };
     for stage in 0..4 {
         let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let config = config(stage, 1, gathering(), json!({}));
@@ -173,7 +173,7 @@ fn a_loaded_model_without_its_progress_is_judged_anew() {
     let mut engine = Engine::initialize(Branches::new, config.clone()).unwrap();
     let options = LoadOptions { load_module_only: true, ..LoadOptions::default() };
     engine.load_checkpoint(folder.path(), None, &options).unwrap().unwrap();
-    let error = micro_step(&mut engine, 1, Way { heads: [true, false], ..ALL }).unwrap_err();
+    let error = micro_step(&mut engine, 1, Route { heads: [true, false], ..ALL }).unwrap_err();
     assert!(matches!(error, Error::Engine(EngineError::NoGradient { count: 2, .. })), "{error}");
 }
 
@@ -183,7 +183,7 @@ fn what_no_micro_step_reaches_is_an_error_of_the_first_step_that_names_it_and_th
         let config = config(stage, 2, gathering(), json!({}));
         let ranks = threads::run(2, |comm| {
             let mut engine = engine(comm, &config)?;
-            let path = Way { heads: [true, false], ..ALL };
+            let path = Route { heads: [true, false], ..ALL };
             micro_step(&mut engine, 0, path)?;
             Ok(micro_step(&mut engine, 1, path).unwrap_err().to_string())
         });
@@ -199,9 +199,9 @@ fn what_no_micro_step_reaches_is_an_error_of_the_first_step_that_names_it_and_th
 }
 
 /// Returns a path that depends only on the micro step: the dropped layers and the used heads are the same on all ranks.
-fn dropped(micro: usize, _: usize) -> Way {
+fn dropped(micro: usize, _: usize) -> Route {
     let kept = |layer: usize| !(micro + layer).is_multiple_of(3);
-    Way { layers: [0, 1, 2].map(kept), heads: [true, micro >= 6] }
+    Route { layers: [0, 1, 2].map(kept), heads: [true, micro >= 6] }
 }
 
 #[test]
@@ -224,7 +224,7 @@ fn layers_may_be_dropped_from_the_first_step_on_where_unused_parameters_are_igno
 #[test]
 fn ranks_may_miss_different_parameters_where_unused_parameters_are_ignored() {
     // Rank 0 trains the first head, and the other ranks train the second; in micro step 3, every rank trains both.
-    let path = |micro: usize, rank: usize| Way { heads: [micro == 3 || rank == 0, micro == 3 || rank > 0], ..ALL };
+    let path = |micro: usize, rank: usize| Route { heads: [micro == 3 || rank == 0, micro == 3 || rank > 0], ..ALL };
     for (world, accumulation) in [(2, 1), (3, 2)] {
         let reference = run(world, &config(0, accumulation, json!({}), json!({})), |b| b, path, true);
         for stage in 0..4 {
@@ -253,7 +253,7 @@ fn a_gradient_that_never_comes_is_zeros() {
     };
     for stage in 0..4 {
         let config = config(stage, 1, ignoring(), optimizer.clone());
-        let (_, exported) = run(2, &config, |b| b, |_, _| Way { heads: [true, false], ..ALL }, false);
+        let (_, exported) = run(2, &config, |b| b, |_, _| Route { heads: [true, false], ..ALL }, false);
         let exported = candle_core::safetensors::load_buffer(&exported, &Device::Cpu).unwrap();
         for (name, value) in &exported {
             let difference = value.sub(&initial[name]).unwrap().abs().unwrap().max_all().unwrap();
@@ -264,9 +264,9 @@ fn a_gradient_that_never_comes_is_zeros() {
 }
 
 /// A subscriber that records the messages of its thread.
-struct Heard(Arc<Mutex<Vec<String>>>);
+struct MessageRecorder(Arc<Mutex<Vec<String>>>);
 
-impl tracing::Subscriber for Heard {
+impl tracing::Subscriber for MessageRecorder {
     fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
         true
     }
@@ -280,10 +280,10 @@ impl tracing::Subscriber for Heard {
     fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
 
     fn event(&self, event: &tracing::Event<'_>) {
-        let mut hear = |_: &tracing::field::Field, value: &dyn std::fmt::Debug| {
+        let mut record = |_: &tracing::field::Field, value: &dyn std::fmt::Debug| {
             self.0.lock().unwrap().push(format!("{value:?}"));
         };
-        event.record(&mut hear);
+        event.record(&mut record);
     }
 
     fn enter(&self, _: &tracing::span::Id) {}
@@ -295,18 +295,18 @@ impl tracing::Subscriber for Heard {
 fn what_counts_as_zeros_is_said_once_by_rank_0_with_its_names() {
     let config = config(2, 2, ignoring(), json!({}));
     let ranks = threads::run(2, |comm| {
-        let heard = Arc::new(Mutex::new(vec![]));
-        tracing::subscriber::with_default(Heard(heard.clone()), || {
+        let messages = Arc::new(Mutex::new(vec![]));
+        tracing::subscriber::with_default(MessageRecorder(messages.clone()), || {
             let mut engine = engine(comm, &config)?;
             // Together, the micro steps and ranks of the first step reach all but the last layer.
             for micro in 0..6 {
                 let head = engine.rank() == micro % 2;
-                micro_step(&mut engine, micro, Way { layers: [true, true, false], heads: [head, !head] })?;
+                micro_step(&mut engine, micro, Route { layers: [true, true, false], heads: [head, !head] })?;
             }
-            Ok(heard.lock().unwrap().iter().filter(|said| said.contains("no gradient")).cloned().collect::<Vec<_>>())
+            Ok(messages.lock().unwrap().iter().filter(|text| text.contains("no gradient")).cloned().collect::<Vec<_>>())
         })
     });
-    let said: Vec<Vec<String>> = ranks.unwrap().into_iter().map(|said| said.unwrap()).collect();
-    assert_eq!((said[0].len(), said[1].len()), (1, 0), "{said:?}");
-    insta::assert_snapshot!(said[0][0], @"2 parameters received no gradient in the first step (a missing gradient counts as zero): layer.2.weight, layer.2.bias");
+    let messages: Vec<Vec<String>> = ranks.unwrap().into_iter().map(|rank| rank.unwrap()).collect();
+    assert_eq!((messages[0].len(), messages[1].len()), (1, 0), "{messages:?}");
+    insta::assert_snapshot!(messages[0][0], @"2 parameters received no gradient in the first step (a missing gradient counts as zero): layer.2.weight, layer.2.bias");
 }

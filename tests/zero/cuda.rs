@@ -97,8 +97,8 @@ fn alone(test: &str, (name, value): (&str, u64)) -> String {
 }
 
 /// Runs `test` like [`alone`], with any variable, and checks that messages about collectives between GPUs contain
-/// `of_nccl`.
-fn alone_with(test: &str, name: &str, value: &str, of_nccl: &str) -> String {
+/// `expected`.
+fn alone_with(test: &str, name: &str, value: &str, expected: &str) -> String {
     let output = Command::new(std::env::current_exe().unwrap())
         .args(as_program(module_path!(), test))
         .env(ALONE, "1")
@@ -109,8 +109,8 @@ fn alone_with(test: &str, name: &str, value: &str, of_nccl: &str) -> String {
         .unwrap();
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{name} {value}: {stderr}");
-    let said = stderr.lines().filter(|line| line.contains("collectives between GPUs"));
-    assert!(said.clone().all(|line| line.contains(of_nccl)), "{name} {value}: {stderr}");
+    let messages = stderr.lines().filter(|line| line.contains("collectives between GPUs"));
+    assert!(messages.clone().all(|line| line.contains(expected)), "{name} {value}: {stderr}");
     // The test runner's own text may precede the child's output on a line.
     let stdout = String::from_utf8(output.stdout).unwrap();
     stdout.lines().filter_map(|l| l.find("stage ").map(|at| format!("{}\n", &l[at..]))).collect()
@@ -121,12 +121,12 @@ fn seed(seed: u64) -> (&'static str, u64) {
 }
 
 /// Returns whether the driver is the mock in tools/mock_cuda; if it is not, reports `test` as skipped.
-fn stand_in<T: Fn()>(test: T) -> bool {
-    let there = counted_bytes(0).is_some();
-    if !there {
+fn is_mock<T: Fn()>(test: T) -> bool {
+    let is_available = counted_bytes(0).is_some();
+    if !is_available {
         skipped(test, "needs the mock of CUDA, tools/mock_cuda");
     }
-    there
+    is_available
 }
 
 /// Runs the forward pass on this number of copies of a rank's batch, and returns the loss.
@@ -203,7 +203,7 @@ fn held_by_ranks(shape: Shape, config: &Value) -> Vec<(usize, usize, MemoryRepor
 #[test]
 fn between_steps_a_gpu_holds_the_bytes_of_the_formula() {
     let name = "between_steps_a_gpu_holds_the_bytes_of_the_formula";
-    if !stand_in(between_steps_a_gpu_holds_the_bytes_of_the_formula) {
+    if !is_mock(between_steps_a_gpu_holds_the_bytes_of_the_formula) {
         return;
     }
     if std::env::var_os(ALONE).is_none() {
@@ -224,11 +224,11 @@ fn between_steps_a_gpu_holds_the_bytes_of_the_formula() {
             let state: usize =
                 [MemoryKind::Parameters, MemoryKind::MasterWeights, MemoryKind::Moments].map(formula).iter().sum();
             // This is NCCL's buffer for sums, which is held as long as the engine lives.
-            let room = report.row(MemoryKind::Buckets).device.held;
+            let nccl_buffer = report.row(MemoryKind::Buckets).device.held;
             // In the graph, each parameter has a leaf of one byte and a token of one f32. An absent parameter has one
             // more byte.
             let others = tensors * if stage == 3 { 6 } else { 5 };
-            assert_eq!(bytes, state + room + others, "stage {stage}, {format}, rank {rank}: {report}");
+            assert_eq!(bytes, state + nccl_buffer + others, "stage {stage}, {format}, rank {rank}: {report}");
         }
     }
 }
@@ -236,7 +236,7 @@ fn between_steps_a_gpu_holds_the_bytes_of_the_formula() {
 #[test]
 fn with_everything_offloaded_a_gpu_holds_at_most_one_unit_beside_what_is_computed() {
     let name = "with_everything_offloaded_a_gpu_holds_at_most_one_unit_beside_what_is_computed";
-    if !stand_in(with_everything_offloaded_a_gpu_holds_at_most_one_unit_beside_what_is_computed) {
+    if !is_mock(with_everything_offloaded_a_gpu_holds_at_most_one_unit_beside_what_is_computed) {
         return;
     }
     if std::env::var_os(ALONE).is_none() {
@@ -252,11 +252,11 @@ fn with_everything_offloaded_a_gpu_holds_at_most_one_unit_beside_what_is_compute
         let (bytes, peak, report, tensors) = held_by_ranks(shape, &config(stage, 1, offload, json!({}))).remove(0);
         let held = if stage == 3 { tensors } else { report.parameters * size_of::<f32>() };
         // This is NCCL's buffer for sums, which is held as long as the engine lives.
-        let room = report.row(MemoryKind::Buckets).device.held;
-        assert_eq!(bytes, held + room + 5 * tensors, "stage {stage}: {report}");
+        let nccl_buffer = report.row(MemoryKind::Buckets).device.held;
+        assert_eq!(bytes, held + nccl_buffer + 5 * tensors, "stage {stage}: {report}");
         let on_device = |kind| report.row(kind).device.peak;
         // The windows: at stage 3, the units that are gathered at one time; at any stage, the buckets in use.
-        let windows = on_device(MemoryKind::Gathered) + on_device(MemoryKind::Buckets) - room;
+        let windows = on_device(MemoryKind::Gathered) + on_device(MemoryKind::Buckets) - nccl_buffer;
         if stage == 3 {
             // The parameters outside units, and one of three equal units.
             let one = Shape { layers: 1, ..shape };
@@ -390,7 +390,7 @@ fn a_checkpoint_goes_on_with_states_elsewhere_and_shards_of_groups_change_no_bit
 #[test]
 fn any_order_of_streams_and_threads_gives_the_same_bits() {
     let name = "any_order_of_streams_and_threads_gives_the_same_bits";
-    if !stand_in(any_order_of_streams_and_threads_gives_the_same_bits) {
+    if !is_mock(any_order_of_streams_and_threads_gives_the_same_bits) {
         return;
     }
     if std::env::var_os(ALONE).is_some() {
@@ -414,7 +414,7 @@ fn any_order_of_streams_and_threads_gives_the_same_bits() {
 #[test]
 fn collectives_by_nccl_and_through_the_host_give_the_same_bits_and_nccls_own_sums_nearly() {
     let name = "collectives_by_nccl_and_through_the_host_give_the_same_bits_and_nccls_own_sums_nearly";
-    if !stand_in(collectives_by_nccl_and_through_the_host_give_the_same_bits_and_nccls_own_sums_nearly) {
+    if !is_mock(collectives_by_nccl_and_through_the_host_give_the_same_bits_and_nccls_own_sums_nearly) {
         return;
     }
     if std::env::var_os(ALONE).is_some() {
@@ -426,7 +426,7 @@ fn collectives_by_nccl_and_through_the_host_give_the_same_bits_and_nccls_own_sum
         }
         return;
     }
-    let with = |choice, said| alone_with(name, "CANDLE_ZERO_NCCL", choice, said);
+    let with = |choice, expected| alone_with(name, "CANDLE_ZERO_NCCL", choice, expected);
     let exact = with("exact", "use NCCL");
     assert_eq!(exact.lines().count(), 8, "{exact}");
     assert_eq!(exact, with("off", "no message"));
@@ -446,7 +446,7 @@ fn collectives_by_nccl_and_through_the_host_give_the_same_bits_and_nccls_own_sum
 #[test]
 fn compressed_collectives_by_nccl_and_through_the_host_give_the_same_bits() {
     let name = "compressed_collectives_by_nccl_and_through_the_host_give_the_same_bits";
-    if !stand_in(compressed_collectives_by_nccl_and_through_the_host_give_the_same_bits) {
+    if !is_mock(compressed_collectives_by_nccl_and_through_the_host_give_the_same_bits) {
         return;
     }
     if let Some(choice) = std::env::var_os(ALONE).and_then(|_| std::env::var_os("CANDLE_ZERO_NCCL")) {
@@ -464,7 +464,7 @@ fn compressed_collectives_by_nccl_and_through_the_host_give_the_same_bits() {
         }
         return;
     }
-    let with = |choice, said| alone_with(name, "CANDLE_ZERO_NCCL", choice, said);
+    let with = |choice, expected| alone_with(name, "CANDLE_ZERO_NCCL", choice, expected);
     let between_gpus = with("exact", "use NCCL");
     assert_eq!(between_gpus.lines().count(), 6, "{between_gpus}");
     assert_eq!(between_gpus, with("off", "no message"));
@@ -508,7 +508,7 @@ fn as_a_rank_with_a_gpu() {
 
 #[test]
 fn a_rank_killed_in_a_collective_between_gpus_is_named_by_the_others_within_10_s() {
-    if !stand_in(a_rank_killed_in_a_collective_between_gpus_is_named_by_the_others_within_10_s) {
+    if !is_mock(a_rank_killed_in_a_collective_between_gpus_is_named_by_the_others_within_10_s) {
         return;
     }
     for _ in 0..5 {
@@ -533,7 +533,7 @@ fn a_rank_killed_in_a_collective_between_gpus_is_named_by_the_others_within_10_s
 #[test]
 fn out_of_memory_in_a_step_is_an_error_with_what_holds_it_and_the_last_checkpoint_loads() {
     let name = "out_of_memory_in_a_step_is_an_error_with_what_holds_it_and_the_last_checkpoint_loads";
-    if !stand_in(out_of_memory_in_a_step_is_an_error_with_what_holds_it_and_the_last_checkpoint_loads) {
+    if !is_mock(out_of_memory_in_a_step_is_an_error_with_what_holds_it_and_the_last_checkpoint_loads) {
         return;
     }
     if std::env::var_os(ALONE).is_none() {
@@ -564,9 +564,9 @@ fn out_of_memory_in_a_step_is_an_error_with_what_holds_it_and_the_last_checkpoin
         });
         let errors: Vec<_> = errors.unwrap().into_iter().map(|error| error.unwrap().to_string()).collect();
         // This is the error of the rank whose GPU was full first; the other rank may only repeat it.
-        let own = errors.iter().find(|error| error.starts_with("the GPU of rank")).unwrap();
+        let first_error = errors.iter().find(|error| error.starts_with("the GPU of rank")).unwrap();
         assert!(errors.iter().all(|error| error.contains(" has no memory left; ")), "{errors:?}");
-        println!("stage {stage}: {}", own.replace("rank 1", "rank 0"));
+        println!("stage {stage}: {}", first_error.replace("rank 1", "rank 0"));
 
         let loaded = threads::run(2, |comm| {
             let mut engine = make(comm)?;

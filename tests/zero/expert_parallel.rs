@@ -374,7 +374,7 @@ fn folder() -> tempfile::TempDir {
 
 /// Loads the checkpoint in `from`, if it is given, trains for `steps` steps, and saves to `to`. Returns the exported
 /// model.
-fn go_on(job: Job, stage: u8, from: Option<&Path>, to: &Path, steps: usize) -> Vec<u8> {
+fn train_from(job: Job, stage: u8, from: Option<&Path>, to: &Path, steps: usize) -> Vec<u8> {
     let config = divided(config(stage, 1, json!({}), json!({"bf16": {"enabled": true}})), job.size);
     let file = to.join("model.safetensors");
     std::fs::create_dir_all(to).unwrap();
@@ -410,12 +410,12 @@ fn rank_files(dir: &Path, steps: usize) -> BTreeMap<String, Vec<u8>> {
 fn checkpoints_of_divided_experts_load_with_any_division_and_any_number_of_ranks() {
     let dir = folder();
     let to = |name: &str| dir.path().join(name);
-    let first = go_on(job(2, 2), 1, None, &to("a"), 2);
-    assert!(go_on(job(1, 1), 3, Some(&to("a")), &to("b"), 0) == first);
-    assert!(go_on(job(4, 4), 0, Some(&to("b")), &to("c"), 0) == first);
-    assert!(go_on(job(4, 2), 3, Some(&to("c")), &to("d"), 0) == first);
-    assert!(go_on(job(2, 1), 2, Some(&to("d")), &to("e"), 0) == first);
-    assert!(go_on(job(2, 2), 3, Some(&to("e")), &to("f"), 0) == first);
+    let first = train_from(job(2, 2), 1, None, &to("a"), 2);
+    assert!(train_from(job(1, 1), 3, Some(&to("a")), &to("b"), 0) == first);
+    assert!(train_from(job(4, 4), 0, Some(&to("b")), &to("c"), 0) == first);
+    assert!(train_from(job(4, 2), 3, Some(&to("c")), &to("d"), 0) == first);
+    assert!(train_from(job(2, 1), 2, Some(&to("d")), &to("e"), 0) == first);
+    assert!(train_from(job(2, 2), 3, Some(&to("e")), &to("f"), 0) == first);
     // Weights and optimizer states of all parameters are the same, to the byte.
     let saved = rank_files(&to("a"), 2);
     assert!(saved.len() == 2 && saved == rank_files(&to("f"), 2));
@@ -431,9 +431,9 @@ fn checkpoints_of_divided_experts_load_with_any_division_and_any_number_of_ranks
         assert!(found.tensor(&name).unwrap().data() == tensor.data(), "{name}");
     }
     // Training continues with the same bits.
-    let once = go_on(job(2, 2), 2, None, &to("g"), 2);
+    let once = train_from(job(2, 2), 2, None, &to("g"), 2);
     assert!(once == first);
-    let ends = ["a", "f", "g"].map(|from| go_on(job(2, 2), 3, Some(&to(from)), &to(&format!("{from}2")), 2));
+    let ends = ["a", "f", "g"].map(|from| train_from(job(2, 2), 3, Some(&to(from)), &to(&format!("{from}2")), 2));
     assert!(ends.windows(2).all(|pair| pair[0] == pair[1]) && ends[0] != first);
 }
 

@@ -69,12 +69,12 @@ fn a_half_frozen_model_gives_the_same_bits_at_every_stage_and_place() {
             }
             for (stage, device) in [(1, "cpu"), (3, "cpu"), (3, "nvme")] {
                 let zero = offloaded(device, folder.path());
-                let there = run(world, shape(true), &config(stage, 2, zero, more.clone()));
-                assert_same(&reference, &there, &format!("stage {stage}, world {world}, {device}, {more}"));
+                let outcomes = run(world, shape(true), &config(stage, 2, zero, more.clone()));
+                assert_same(&reference, &outcomes, &format!("stage {stage}, world {world}, {device}, {more}"));
             }
             let recomputed = Shape { checkpointed: true, ..shape(true) };
-            let again = run(world, recomputed, &config(3, 2, released(), more.clone()));
-            assert_same(&reference, &again, &format!("recomputed, world {world}, {more}"));
+            let outcomes = run(world, recomputed, &config(3, 2, released(), more.clone()));
+            assert_same(&reference, &outcomes, &format!("recomputed, world {world}, {more}"));
         }
     }
 }

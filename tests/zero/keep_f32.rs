@@ -176,9 +176,9 @@ fn modules_that_the_file_keeps_in_f32_give_the_same_bits_at_every_stage() {
             assert!((&other.0, &other.1) == (&reference.0, &reference.1), "{precision}, stage {stage}");
         }
         let sizes = tensors(&reference.1);
-        let of =
+        let elements =
             |kept: bool| sizes.iter().filter(|(name, _)| is_kept(name) == kept).map(|(_, numel)| numel).sum::<usize>();
-        let (kept, others) = (of(true), of(false));
+        let (kept, others) = (elements(true), elements(false));
         assert!(kept > 2000 && others > 2000, "{sizes:?}");
         // Elements that are kept in f32 take four bytes and have no master weights; the others take two, and four in
         // master weights.
@@ -242,10 +242,10 @@ fn a_buffer_of_a_kept_module_is_f32_and_a_model_built_for_evaluation_computes_th
             assert_eq!(y.dtype(), DType::BF16);
             y.to_dtype(DType::F32)?.broadcast_mul(&scale.to_dtype(DType::F32)?)?.flatten_all()
         };
-        let own = engine.eval(run).unwrap().to_vec1::<f32>().unwrap();
+        let output = engine.eval(run).unwrap().to_vec1::<f32>().unwrap();
         engine.build_for_eval(build).unwrap();
-        assert_eq!(engine.eval(run).unwrap().to_vec1::<f32>().unwrap(), own);
-        (dtypes, own)
+        assert_eq!(engine.eval(run).unwrap().to_vec1::<f32>().unwrap(), output);
+        (dtypes, output)
     };
     let (kept, others) = (make(json!(["head"])), make(json!("auto")));
     assert_eq!((kept.0, others.0), ([DType::F32; 2], [DType::BF16; 2]));
@@ -254,12 +254,12 @@ fn a_buffer_of_a_kept_module_is_f32_and_a_model_built_for_evaluation_computes_th
 
 #[test]
 fn a_module_that_the_model_does_not_have_is_an_error_with_those_that_are_like_it() {
-    let told = |module: &str| {
+    let message = |module: &str| {
         let config = with_modules(config(1, None, "bf16"), json!(["ln_f", module]));
         let error = Engine::builder().device(Device::Cpu).initialize(|vb| Gpt::new(&gpt(), vb), config).err().unwrap();
         assert!(matches!(error, Error::Param(ParamError::NoSuchModule { .. })), "{error}");
         error.to_string()
     };
-    insta::assert_snapshot!(told("c_fcc"), @"data_types.keep_in_fp32_modules: the model has no module c_fcc: the nearest is c_fc; a module is given as complete dot-separated parts of a parameter's name, in which * matches any characters; correct the name, or remove it");
-    insta::assert_snapshot!(told("router"), @"data_types.keep_in_fp32_modules: the model has no module router: no name is similar; the modules are attn, c_attn, c_fc, c_proj, h, ln_1, ln_2, ln_f and 3 more; a module is given as complete dot-separated parts of a parameter's name, in which * matches any characters; correct the name, or remove it");
+    insta::assert_snapshot!(message("c_fcc"), @"data_types.keep_in_fp32_modules: the model has no module c_fcc: the nearest is c_fc; a module is given as complete dot-separated parts of a parameter's name, in which * matches any characters; correct the name, or remove it");
+    insta::assert_snapshot!(message("router"), @"data_types.keep_in_fp32_modules: the model has no module router: no name is similar; the modules are attn, c_attn, c_fc, c_proj, h, ln_1, ln_2, ln_f and 3 more; a module is given as complete dot-separated parts of a parameter's name, in which * matches any characters; correct the name, or remove it");
 }

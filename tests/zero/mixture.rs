@@ -178,7 +178,7 @@ fn train(world: usize, build: Build, config: &Value, to_nobody: ToNobody) -> Tra
     train_with(world, build, config, to_nobody, |builder| builder).unwrap()
 }
 
-/// Returns the ways of gathering at stage 3.
+/// Returns settings of stage 3 with which parameters are gathered in different ways.
 fn gathering() -> [Value; 4] {
     [
         json!({"stage3_param_persistence_threshold": 0}),
@@ -307,8 +307,8 @@ fn ranks_that_run_different_units_are_told_which_and_what_to_do() {
                 Ok(step(&mut engine, 0).unwrap_err())
             });
             let errors: Vec<Error> = ranks.unwrap().into_iter().map(|error| error.unwrap()).collect();
-            let told = errors.iter().find(|e| matches!(e, Error::Engine(EngineError::PartsDiverged { .. })));
-            let text = told.unwrap_or_else(|| panic!("{errors:?}")).to_string();
+            let diverged = errors.iter().find(|e| matches!(e, Error::Engine(EngineError::UnitsDiverged { .. })));
+            let text = diverged.unwrap_or_else(|| panic!("{errors:?}")).to_string();
             for words in
                 ["gather of unit layer.0.moe.expert.", "gather of unit layer.1.moe,", "Unit::leaf", "every rank"]
             {

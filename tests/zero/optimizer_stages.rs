@@ -133,8 +133,8 @@ fn any_number_of_ranks_trains_alike_on_the_same_batch() {
         assert!(reference[STEPS - 1] < reference[0], "{optimizer}: {reference:?}");
         for world in [2, 3] {
             for (step, (loss, expected)) in run(world).iter().zip(&reference).enumerate() {
-                let off = (loss / expected - 1.0).abs();
-                assert!(off <= 1e-6, "{optimizer}, world size {world}, step {step}: {loss} and {expected}");
+                let difference = (loss / expected - 1.0).abs();
+                assert!(difference <= 1e-6, "{optimizer}, world size {world}, step {step}: {loss} and {expected}");
             }
         }
     }

@@ -104,7 +104,7 @@ fn saliency(engine: &mut Engine<Model>, x: &Tensor) -> candle_zero::Result<Vec<u
 }
 
 /// Returns the configurations of a stage: at stage 3, with and without settings that keep or prefetch parameters.
-fn of_stage(stage: u8) -> Vec<Value> {
+fn stage_configs(stage: u8) -> Vec<Value> {
     let zero = match stage {
         3 => vec![
             json!({"stage3_param_persistence_threshold": 0}),
@@ -118,16 +118,16 @@ fn of_stage(stage: u8) -> Vec<Value> {
 
 /// The results of a training run on a rank: losses, gradient norms, and the gradients of plain backward passes in
 /// between.
-type Seen = (Vec<u32>, Vec<u64>, Vec<Vec<u32>>);
+type RankResults = (Vec<u32>, Vec<u64>, Vec<Vec<u32>>);
 
 /// Trains, and returns the results of all ranks and the exported file. If `disturbed` is set, plain backward passes run
 /// through the model at many points of a micro step.
-fn train(world: usize, build: Build, config: &Value, disturbed: bool) -> (Vec<Seen>, Vec<u8>) {
+fn train(world: usize, build: Build, config: &Value, disturbed: bool) -> (Vec<RankResults>, Vec<u8>) {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.safetensors");
     let ranks = threads::run(world, |comm| {
         let mut engine = engine(&comm, build, config)?;
-        let mut seen: Seen = Default::default();
+        let mut seen: RankResults = Default::default();
         for micro in 0..4 {
             let x = input(micro * world + comm.rank());
             if disturbed {
@@ -163,10 +163,10 @@ fn train(world: usize, build: Build, config: &Value, disturbed: bool) -> (Vec<Se
 fn a_plain_backward_through_the_model_changes_nothing_in_the_engine() {
     for (name, build) in MODELS {
         for world in [1, 2] {
-            let (plain, exported) = train(world, build, &of_stage(0)[0], false);
+            let (plain, exported) = train(world, build, &stage_configs(0)[0], false);
             assert_ne!(plain[0].0[0], plain[0].0[3], "{name}: it trains");
             let mut gradients = None;
-            for (stage, config) in (0..4).flat_map(|stage| of_stage(stage).into_iter().map(move |c| (stage, c))) {
+            for (stage, config) in (0..4).flat_map(|stage| stage_configs(stage).into_iter().map(move |c| (stage, c))) {
                 let what = format!("a model {name}, stage {stage}, world {world}, {config}");
                 let (disturbed, also_exported) = train(world, build, &config, true);
                 for (plain, disturbed) in plain.iter().zip(&disturbed) {
@@ -187,7 +187,7 @@ fn a_plain_backward_gives_an_input_the_gradient_that_candle_gives_without_an_eng
             let folder = tempfile::tempdir().unwrap();
             let file = folder.path().join("model.safetensors");
             let got = threads::run(1, |comm| {
-                let mut engine = engine(&comm, build, &of_stage(stage)[0])?;
+                let mut engine = engine(&comm, build, &stage_configs(stage)[0])?;
                 engine.export_safetensors(&file)?;
                 saliency(&mut engine, &input(3))
             });
@@ -207,7 +207,7 @@ fn what_a_plain_backward_gathered_is_gone_after_the_engines_next_call() {
     let gathered = |engine: &Engine<Model>| engine.memory_report().row(MemoryKind::Gathered).bytes.held;
     for (name, build) in MODELS {
         threads::run(2, |comm| {
-            let mut engine = engine(&comm, build, &of_stage(3)[1])?;
+            let mut engine = engine(&comm, build, &stage_configs(3)[1])?;
             let half = |y: &Tensor| y.narrow(0, 0, 1)?.sum_all();
             let loss = half(&engine.forward(|model| model(&input(1)))?)?;
             loss.backward()?;
@@ -251,7 +251,7 @@ impl CustomOp1 for WithoutBackward {
 fn a_plain_backward_that_fails_half_way_leaves_nothing_behind() {
     let norm = |disturbed: bool| {
         let norms = threads::run(1, |comm| {
-            let mut engine = engine(&comm, of_own_layers, &of_stage(0)[0])?;
+            let mut engine = engine(&comm, of_own_layers, &stage_configs(0)[0])?;
             let y = engine.forward(|model| model(&input(1)))?;
             let loss = gelu_tanh(&y)?.sum_all()?;
             if disturbed {
@@ -273,7 +273,7 @@ fn a_plain_backward_that_fails_half_way_leaves_nothing_behind() {
 fn plain_backwards_on_another_thread_do_not_count_while_the_engine_differentiates() {
     let norms = |disturbed: bool| {
         let norms = threads::run(1, |comm| {
-            let mut engine = engine(&comm, of_own_layers, &of_stage(0)[0])?;
+            let mut engine = engine(&comm, of_own_layers, &stage_configs(0)[0])?;
             let mut norms = vec![];
             for micro in 0..20 {
                 let other = loss_of(&engine.forward(|model| model(&input(40 + micro)))?)?;
@@ -317,8 +317,8 @@ fn a_plain_backward_inside_of_a_forward_may_use_the_model() {
         });
         losses.unwrap().into_iter().map(|losses| losses.unwrap()).collect::<Vec<_>>()
     };
-    let reference = run(&of_stage(0)[0]);
-    for (stage, config) in (1..4).flat_map(|stage| of_stage(stage).into_iter().map(move |c| (stage, c))) {
+    let reference = run(&stage_configs(0)[0]);
+    for (stage, config) in (1..4).flat_map(|stage| stage_configs(stage).into_iter().map(move |c| (stage, c))) {
         assert_eq!(run(&config), reference, "stage {stage}, {config}");
     }
 }
@@ -329,7 +329,7 @@ fn gan(world: usize, build: Build, config: &Value, with_generator: bool) -> (Vec
     let folder = tempfile::tempdir().unwrap();
     let files = ["g", "d"].map(|name| folder.path().join(format!("{name}.safetensors")));
     let norms = threads::run(world, |comm| {
-        let mut generator = engine(&comm, |vb| Ok(Box::new(ready(linear(WIDTH, WIDTH, vb.pp("g"))?))), config)?;
+        let mut generator = engine(&comm, |vb| Ok(Box::new(as_function(linear(WIDTH, WIDTH, vb.pp("g"))?))), config)?;
         let mut discriminator = engine(&comm, build, config)?;
         let fake = generator.eval(|g| g(&input(0)))?;
         let mut norms = vec![];
@@ -358,7 +358,7 @@ fn gan(world: usize, build: Build, config: &Value, with_generator: bool) -> (Vec
     (norms[0].clone(), files.map(|file| std::fs::read(file).unwrap()))
 }
 
-fn ready(layer: candle_nn::Linear) -> impl Fn(&Tensor) -> Result<Tensor> {
+fn as_function(layer: candle_nn::Linear) -> impl Fn(&Tensor) -> Result<Tensor> {
     move |x| layer.forward(x)
 }
 
@@ -366,10 +366,10 @@ fn ready(layer: candle_nn::Linear) -> impl Fn(&Tensor) -> Result<Tensor> {
 fn the_generators_loss_through_the_discriminators_engine_trains_the_generator_alone() {
     for (name, build) in MODELS {
         for world in [1, 2] {
-            let (alone, [untrained, d]) = gan(world, build, &of_stage(0)[0], false);
-            let (first, [trained, _]) = gan(world, build, &of_stage(0)[0], true);
+            let (alone, [untrained, d]) = gan(world, build, &stage_configs(0)[0], false);
+            let (first, [trained, _]) = gan(world, build, &stage_configs(0)[0], true);
             assert!(first.iter().all(|[g, _]| f64::from_bits(*g) > 0.0) && trained != untrained, "{name}");
-            for (stage, config) in (0..4).flat_map(|stage| of_stage(stage).into_iter().map(move |c| (stage, c))) {
+            for (stage, config) in (0..4).flat_map(|stage| stage_configs(stage).into_iter().map(move |c| (stage, c))) {
                 let what = format!("{name}, stage {stage}, world {world}, {config}");
                 let (both, files) = gan(world, build, &config, true);
                 assert_eq!(both, first, "{what}");
@@ -416,7 +416,7 @@ fn frozen_units_that_a_plain_backward_passes_are_released_on_the_way() {
         let ranks = threads::run(2, |comm| {
             let builder = Engine::builder().communicator(comm.clone()).device(Device::Cpu);
             let builder = builder.trainable(|name, _| !name.starts_with("h."));
-            let mut engine = builder.initialize(build, of_stage(3)[1].clone())?;
+            let mut engine = builder.initialize(build, stage_configs(3)[1].clone())?;
             let seen = saliency(&mut engine, &input(1))?;
             let report = engine.memory_report();
             // The norm and the product of one of the three units.

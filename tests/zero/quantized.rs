@@ -58,8 +58,8 @@ fn a_quantized_base_gives_the_same_bits_at_every_stage_and_place() {
             let mut nvme = zero();
             nvme["offload_param"] = json!({"device": "nvme", "nvme_path": folder.path()});
             nvme["offload_optimizer"] = json!({"device": "nvme", "nvme_path": folder.path()});
-            let there = run(world, true, &config(3, 1, nvme, more.clone()), packing);
-            assert_same(&reference, &there, &format!("{packing:?}, nvme, world {world}, {more}"));
+            let outcomes = run(world, true, &config(3, 1, nvme, more.clone()), packing);
+            assert_same(&reference, &outcomes, &format!("{packing:?}, nvme, world {world}, {more}"));
         }
     }
 }

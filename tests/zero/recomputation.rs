@@ -125,13 +125,13 @@ fn inputs_that_do_not_lie_row_by_row_are_recomputed_to_the_bit() {
 }
 
 /// A module that uses its input `inside` times, through operations of Candle or of candle-zero.
-struct Several {
+struct RepeatedUse {
     w: Tensor,
     inside: usize,
     of_candle: bool,
 }
 
-impl Several {
+impl RepeatedUse {
     fn term(&self, i: usize, x: &Tensor) -> Result<Tensor> {
         match (i, self.of_candle) {
             (0, true) => x.broadcast_mul(&self.w)?.tanh(),
@@ -144,7 +144,7 @@ impl Several {
     }
 }
 
-impl Module for Several {
+impl Module for RepeatedUse {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let terms = (0..self.inside).map(|i| self.term(i, x)).collect::<Result<Vec<_>>>()?;
         let sum = terms.into_iter().reduce(|a, b| (a + b).unwrap());
@@ -152,9 +152,9 @@ impl Module for Several {
     }
 }
 
-struct Around {
+struct Wrapper {
     scale: Tensor,
-    unit: Unit<Several>,
+    unit: Unit<RepeatedUse>,
 }
 
 /// Returns the bits of the gradients of a model with a unit. The unit uses its input `inside` times, and the rest of
@@ -163,9 +163,10 @@ fn gradients([inside, outside]: [usize; 2], of_candle: bool, config: &Value, rec
     let ranks = threads::run(1, |comm| {
         let build = |vb: VarBuilder<'_>| {
             let one = candle_nn::Init::Const(1.0);
-            let several = |vb: VarBuilder<'_>| Ok(Several { w: vb.get_with_hints(64, "w", one)?, inside, of_candle });
-            let unit = unit(vb.pp("block.0"), several)?.checkpointed(recompute);
-            Ok(Around { scale: vb.get_with_hints((1, 64), "scale", one)?, unit })
+            let repeated =
+                |vb: VarBuilder<'_>| Ok(RepeatedUse { w: vb.get_with_hints(64, "w", one)?, inside, of_candle });
+            let unit = unit(vb.pp("block.0"), repeated)?.checkpointed(recompute);
+            Ok(Wrapper { scale: vb.get_with_hints((1, 64), "scale", one)?, unit })
         };
         let mut engine = Engine::builder().communicator(comm).device(Device::Cpu).initialize(build, config.clone())?;
         let x =
@@ -197,14 +198,14 @@ fn gradients_are_the_same_bits_but_for_an_input_that_is_used_several_times_insid
             let config = config(stage, 1, json!({}), more.clone());
             for uses in [[1, 0], [2, 0], [3, 0], [1, 1], [1, 2], [2, 1], [3, 2]] {
                 let what = format!("{uses:?}, Candle's: {of_candle}, {config}");
-                let [kept, again] = [false, true].map(|recompute| gradients(uses, of_candle, &config, recompute));
-                assert!(kept[1] == again[1], "the unit's own parameter: {what}");
+                let [stored, rerun] = [false, true].map(|recompute| gradients(uses, of_candle, &config, recompute));
+                assert!(stored[1] == rerun[1], "the unit's own parameter: {what}");
                 let [inside, outside] = uses;
                 if inside == 1 || outside == 0 {
-                    assert!(kept[0] == again[0], "the parameter before the unit: {what}");
+                    assert!(stored[0] == rerun[0], "the parameter before the unit: {what}");
                 }
                 // Otherwise, the gradient is the same sum, computed in a different order.
-                for (a, b) in kept[0].iter().zip(&again[0]).map(|(a, b)| (f32::from_bits(*a), f32::from_bits(*b))) {
+                for (a, b) in stored[0].iter().zip(&rerun[0]).map(|(a, b)| (f32::from_bits(*a), f32::from_bits(*b))) {
                     assert!((a - b).abs() <= tolerance * a.abs().max(1.0), "{a} {b}: {what}");
                 }
             }

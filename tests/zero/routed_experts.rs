@@ -255,12 +255,14 @@ proptest! {
 
 // ---- bytes ---------------------------------------------------------------------------------------------------------
 
-/// The bytes read from files in one micro step, the elements gathered from all ranks, and the peak bytes of gathered
-/// parameters.
+/// The transfers of one micro step, and the memory that it needs for gathered parameters.
 #[derive(Debug, Clone, Copy, PartialEq)]
-struct Moved {
+struct Traffic {
+    /// The number of bytes read from files.
     read: u64,
+    /// The number of elements gathered from all ranks.
     gathered: u64,
+    /// The peak number of bytes of gathered parameters.
     peak: usize,
     /// The number of control messages, including those with which ranks agree on experts.
     control: u64,
@@ -268,8 +270,9 @@ struct Moved {
     chosen: usize,
 }
 
-/// Returns what the forward and backward passes of a micro step move if the rows of each rank choose among `allowed`.
-fn moved(world: usize, shape: Shape, zero: &Value, allowed: impl Fn(usize) -> Vec<usize> + Sync) -> Moved {
+/// Returns the transfers of the forward and backward passes of a micro step in which the rows of each rank choose among
+/// `allowed`.
+fn traffic(world: usize, shape: Shape, zero: &Value, allowed: impl Fn(usize) -> Vec<usize> + Sync) -> Traffic {
     let config = config(3, 1, zero.clone(), json!({}));
     let ranks = threads::run(world, |comm| {
         let rank = comm.rank();
@@ -287,14 +290,14 @@ fn moved(world: usize, shape: Shape, zero: &Value, allowed: impl Fn(usize) -> Ve
             let elements = |report: &candle_zero::comm::CommReport| report.kind(CollectiveKind::AllGather).elements;
             let control = |report: &candle_zero::comm::CommReport| report.kind(CollectiveKind::Control).calls;
             let after = engine.comm_report();
-            let moved = Moved {
+            let traffic = Traffic {
                 chosen: 0,
                 read: engine.offload_report().since(&files).bytes_read,
                 gathered: elements(&after) - elements(&comm),
                 control: control(&after) - control(&comm),
                 peak: engine.memory_report().row(MemoryKind::Gathered).bytes.peak,
             };
-            last = Some((moved, take_chosen()));
+            last = Some((traffic, take_chosen()));
             engine.step()?;
         }
         Ok(last.unwrap())
@@ -302,7 +305,7 @@ fn moved(world: usize, shape: Shape, zero: &Value, allowed: impl Fn(usize) -> Ve
     let ranks = ranks.unwrap().into_iter().collect::<candle_zero::Result<Vec<_>>>().unwrap();
     assert!(ranks.windows(2).all(|pair| pair[0].0.gathered == pair[1].0.gathered), "{ranks:?}");
     let of_any = |layer: usize| ranks.iter().flat_map(|(_, chosen)| &chosen[layer]).collect::<BTreeSet<_>>().len();
-    Moved { chosen: (0..shape.layers).map(of_any).sum(), ..ranks[0].0 }
+    Traffic { chosen: (0..shape.layers).map(of_any).sum(), ..ranks[0].0 }
 }
 
 #[test]
@@ -316,11 +319,12 @@ fn the_bytes_read_in_a_step_are_those_of_the_experts_that_rows_chose() {
         let shape = Shape { checkpointed, ..SHAPE };
         for world in [1, 2] {
             // Rank 1 chooses different experts from rank 0.
-            let of = |own: usize| moved(world, shape, &zero, |rank| (0..own).map(|i| 4 * rank + i).collect());
-            let (two, four) = (of(2), of(4));
+            let traffic_of =
+                |count: usize| traffic(world, shape, &zero, |rank| (0..count).map(|i| 4 * rank + i).collect());
+            let (two, four) = (traffic_of(2), traffic_of(4));
             assert!(two.chosen == 2 * shape.layers * world && four.chosen > two.chosen + 2, "{two:?} {four:?}");
             // Each rank reads its shard of the experts that any rank chose, in each pass of each layer.
-            let experts = |moved: Moved| (passes * moved.chosen * EXPERT / world * 4) as u64;
+            let experts = |traffic: Traffic| (passes * traffic.chosen * EXPERT / world * 4) as u64;
             assert_eq!(four.read - two.read, experts(four) - experts(two), "world {world}, {checkpointed}");
             // The rest is read for the dense units.
             let dense = (32 * 4 + 32 + 2 * (32 + 8 * 32)) as u64 * 4 / world as u64;
@@ -338,28 +342,30 @@ fn ranks_gather_the_union_of_their_experts_and_agree_once_for_each_layer_and_pas
             "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": bucket, "stage3_max_reuse_distance": 0,
         })
     };
-    let of =
-        |own: usize, bucket: usize| moved(2, SHAPE, &zero(bucket), |rank| (0..own).map(|i| 4 * rank + i).collect());
+    let traffic_of = |count: usize, bucket: usize| {
+        traffic(2, SHAPE, &zero(bucket), |rank| (0..count).map(|i| 4 * rank + i).collect())
+    };
     let plain = Shape { units: false, ..SHAPE };
     for bucket in [0, EXPERT, 3 * EXPERT] {
-        let (two, four) = (of(2, bucket), of(4, bucket));
+        let (two, four) = (traffic_of(2, bucket), traffic_of(4, bucket));
         // Each rank contributes half of each expert, in the forward and in the backward pass.
         assert_eq!(four.gathered - two.gathered, ((four.chosen - two.chosen) * 2 * EXPERT / 2) as u64);
         assert!(four.chosen > two.chosen);
-        let plain = moved(2, plain, &zero(bucket), |rank| vec![4 * rank, 4 * rank + 1]);
+        let plain = traffic(2, plain, &zero(bucket), |rank| vec![4 * rank, 4 * rank + 1]);
         assert_eq!(plain.gathered - two.gathered, ((2 * 8 - two.chosen) * 2 * EXPERT / 2) as u64);
         // The backward pass uses the experts of the forward pass, without another agreement.
         assert_eq!(two.control, plain.control + SHAPE.layers as u64);
         assert!(two.peak < plain.peak, "{two:?} {plain:?}");
         // A block that recomputes agrees again.
-        let again = moved(2, Shape { checkpointed: true, ..SHAPE }, &zero(bucket), |rank| vec![4 * rank, 4 * rank + 1]);
+        let again =
+            traffic(2, Shape { checkpointed: true, ..SHAPE }, &zero(bucket), |rank| vec![4 * rank, 4 * rank + 1]);
         assert_eq!(again.control, plain.control + 2 * SHAPE.layers as u64);
     }
     // A single rank has no other rank to agree with, and ranks that choose the same experts gather each once.
-    let alone = |shape: Shape| moved(1, shape, &zero(0), |_| vec![1, 2]).control;
+    let alone = |shape: Shape| traffic(1, shape, &zero(0), |_| vec![1, 2]).control;
     assert_eq!(alone(SHAPE), alone(plain));
-    let same = moved(2, SHAPE, &zero(0), |_| vec![1, 2]);
-    assert_eq!(of(2, 0).gathered - same.gathered, (SHAPE.layers * 2 * 2 * EXPERT / 2) as u64);
+    let same = traffic(2, SHAPE, &zero(0), |_| vec![1, 2]);
+    assert_eq!(traffic_of(2, 0).gathered - same.gathered, (SHAPE.layers * 2 * 2 * EXPERT / 2) as u64);
 }
 
 #[test]
@@ -367,7 +373,7 @@ fn only_two_groups_of_experts_are_in_memory_at_a_time() {
     let shape = Shape { experts: 24, ..SHAPE };
     let peak = |bucket: usize| {
         let zero = json!({"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": bucket});
-        moved(1, shape, &zero, |_| (0..24).collect()).peak
+        traffic(1, shape, &zero, |_| (0..24).collect()).peak
     };
     let dense = (2 * (32 + 24 * 32) + 32 * 5) * 4;
     for experts in [1, 2, 4] {

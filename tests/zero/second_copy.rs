@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The number of ranks on a host.
-const HERE: usize = 2;
+const RANKS_PER_HOST: usize = 2;
 
 /// The numbers of elements that a rank contributed to gathers among all ranks, and to those within its group.
 #[derive(Default)]
@@ -23,7 +23,7 @@ struct Gathered {
     within: AtomicUsize,
 }
 
-/// A communicator over threads that act as ranks on hosts with [`HERE`] ranks each.
+/// A communicator over threads that act as ranks on hosts with [`RANKS_PER_HOST`] ranks each.
 struct OnHosts {
     inner: Arc<dyn Communicator>,
     gathered: Arc<Gathered>,
@@ -39,8 +39,8 @@ impl Communicator for OnHosts {
     }
 
     fn ranks_here(&self) -> Range<usize> {
-        let first = self.rank() / HERE * HERE;
-        first..first + HERE
+        let first = self.rank() / RANKS_PER_HOST * RANKS_PER_HOST;
+        first..first + RANKS_PER_HOST
     }
 
     fn all_gather_as(&self, wire: WireFormat, shard: Flat, tag: u64) -> Pending<Flat> {
@@ -174,14 +174,14 @@ fn each_parameter_comes_from_all_hosts_once_per_step_and_takes_one_copy_per_grou
         });
         runs.unwrap().into_iter().collect::<Result<Vec<_>>>().unwrap()
     };
-    let (without, with) = (of(1), of(HERE));
+    let (without, with) = (of(1), of(RANKS_PER_HOST));
     for ([all, within, ..], [all_with, within_with, shares, held, peak]) in without.into_iter().zip(with) {
         // With the copy, each parameter is gathered from all hosts once per step; without it, none is gathered within a
         // group.
         assert_eq!((all_with, within), (shares, 0));
         // In a group, a part is larger by a factor of world size / group size.
-        assert_eq!(all_with + within_with / (4 / HERE), all);
-        assert_eq!((held, peak), (0, 4 * shares * (4 / HERE)), "parts of f32, until weights change");
+        assert_eq!(all_with + within_with / (4 / RANKS_PER_HOST), all);
+        assert_eq!((held, peak), (0, 4 * shares * (4 / RANKS_PER_HOST)), "parts of f32, until weights change");
     }
 }
 
@@ -206,7 +206,7 @@ fn weights_that_are_set_between_micro_steps_are_those_of_the_next() {
         });
         runs.unwrap().into_iter().collect::<Result<Vec<_>>>().unwrap()
     };
-    assert_eq!(of(1), of(HERE));
+    assert_eq!(of(1), of(RANKS_PER_HOST));
 }
 
 #[test]

@@ -15,11 +15,11 @@ use std::sync::Arc;
 const STEPS: usize = 4;
 const SHAPE: Shape = Shape { units: true, checkpointed: false, layers: 3 };
 
-/// A communicator over threads that implements only the four required methods and `ranks_here`, with `here` ranks per
-/// host.
+/// A communicator over threads that implements only the four required methods and `ranks_here`, with `ranks_per_host`
+/// ranks on each host.
 struct Bare {
     inner: Arc<dyn Communicator>,
-    here: usize,
+    ranks_per_host: usize,
 }
 
 impl Communicator for Bare {
@@ -32,8 +32,8 @@ impl Communicator for Bare {
     }
 
     fn ranks_here(&self) -> Range<usize> {
-        let first = self.rank() / self.here * self.here;
-        first..first + self.here
+        let first = self.rank() / self.ranks_per_host * self.ranks_per_host;
+        first..first + self.ranks_per_host
     }
 
     fn gather_bytes(&self, bytes: Vec<u8>) -> Pending<Vec<Vec<u8>>> {
@@ -119,7 +119,7 @@ fn a_communicator_with_four_methods_gives_the_same_bits() {
     for zero in [json!({}), json!({"zero_quantized_weights": true, "zero_quantized_gradients": true})] {
         for ranks in [1, 2] {
             let config = grouped(Some(ranks), 2, &zero, &json!({}));
-            let bare = train_over(|inner| Arc::new(Bare { inner, here: 2 }), 4, SHAPE, &config, STEPS);
+            let bare = train_over(|inner| Arc::new(Bare { inner, ranks_per_host: 2 }), 4, SHAPE, &config, STEPS);
             assert_same(&train(4, SHAPE, &config, STEPS), &bare, &format!("groups of {ranks}, {zero}"));
         }
     }
@@ -237,7 +237,8 @@ fn weights_that_are_set_lie_in_every_group() {
 fn groups_that_do_not_fit_the_hosts_are_refused() {
     let refused = |world: usize, ranks| {
         let refused = threads::run(world, |inner| {
-            let builder = Engine::builder().communicator(Arc::new(Bare { inner, here: 2 })).device(Device::Cpu);
+            let builder =
+                Engine::builder().communicator(Arc::new(Bare { inner, ranks_per_host: 2 })).device(Device::Cpu);
             let config = grouped(Some(ranks), 1, &json!({}), &json!({}));
             Ok(builder.initialize(|vb| Tiny::new(SHAPE, vb), config).err().map(|error| error.to_string()))
         });

@@ -50,20 +50,20 @@ fn assert_same(a: &[Outcome], b: &[Outcome], what: &str) {
     }
 }
 
-fn same_at_every_stage_and_place(more: &Value, first_stage: u8, by_chance: bool) {
+fn same_at_every_stage_and_place(more: &Value, first_stage: u8, stochastic: bool) {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     for world in [1, 2, 3] {
         let run = |stage, units, zero| {
             let config = config(stage, 2, zero, more.clone());
-            train_with(world, shape(units), &config, STEPS, |builder| builder.stochastic_rounding(by_chance))
+            train_with(world, shape(units), &config, STEPS, |builder| builder.stochastic_rounding(stochastic))
         };
         let reference = run(first_stage, false, json!({}));
         for stage in first_stage..4 {
             assert_same(&reference, &run(stage, true, released()), &format!("stage {stage}, world {world}, {more}"));
         }
         for (stage, device) in [(1, "cpu"), (2, "nvme"), (3, "nvme")] {
-            let there = run(stage, true, offloaded(device, folder.path()));
-            assert_same(&reference, &there, &format!("stage {stage}, world {world}, {device}, {more}"));
+            let outcomes = run(stage, true, offloaded(device, folder.path()));
+            assert_same(&reference, &outcomes, &format!("stage {stage}, world {world}, {device}, {more}"));
         }
     }
 }
@@ -93,14 +93,14 @@ fn what_rounding_to_nearest_loses_rounding_by_chance_keeps() {
     small["scheduler"] =
         json!({"type": "WarmupLR", "params": {"warmup_num_steps": 1, "warmup_max_lr": 1e-5, "warmup_min_lr": 1e-5}});
     let config = config(2, 1, json!({}), small);
-    let run = |steps, by_chance| {
-        let all = train_with(1, shape(false), &config, steps, |builder| builder.stochastic_rounding(by_chance));
+    let run = |steps, stochastic| {
+        let all = train_with(1, shape(false), &config, steps, |builder| builder.stochastic_rounding(stochastic));
         weights(&all[0].exported)
     };
     let changed = |a: &[f32], b: &[f32]| a.iter().zip(b).filter(|(a, b)| a != b && a.abs() > 0.1).count();
-    let (start, nearest, by_chance) = (run(0, false), run(10, false), run(10, true));
+    let (start, nearest, stochastic) = (run(0, false), run(10, false), run(10, true));
     assert_eq!(changed(&start, &nearest), 0);
-    assert!(changed(&start, &by_chance) > 10, "{}", changed(&start, &by_chance));
+    assert!(changed(&start, &stochastic) > 10, "{}", changed(&start, &stochastic));
 }
 
 fn weights(exported: &[u8]) -> Vec<f32> {
@@ -112,12 +112,12 @@ fn weights(exported: &[u8]) -> Vec<f32> {
 
 /// Trains from step `steps.0` to step `steps.1` after loading the checkpoint in `load`, if there is one, saves to
 /// `save`, and returns the losses.
-fn go_on(world: usize, config: &Value, steps: (usize, usize), load: Option<&Path>, save: &Path) -> Vec<Vec<u32>> {
-    go_on_with(42, world, config, steps, load, save)
+fn train_from(world: usize, config: &Value, steps: (usize, usize), load: Option<&Path>, save: &Path) -> Vec<Vec<u32>> {
+    train_from_with_seed(42, world, config, steps, load, save)
 }
 
-/// Trains like [`go_on`], with an engine that uses this seed.
-fn go_on_with(
+/// Trains like [`train_from`], with an engine that uses this seed.
+fn train_from_with_seed(
     seed: u64,
     world: usize,
     config: &Value,
@@ -155,11 +155,11 @@ fn a_run_that_is_saved_at_two_ranks_and_passes_through_others_goes_on_to_the_bit
         let on = |stage, zero| config(stage, 1, zero, more.clone());
         let at = |name: &str| at(&format!("{name}{i}"));
         std::fs::create_dir(at("files")).unwrap();
-        let uninterrupted = go_on(2, &on(2, json!({})), (0, 8), None, &at("whole"));
-        let first = go_on(2, &on(3, released()), (0, 4), None, &at("a"));
-        go_on(1, &on(1, json!({})), (0, 0), Some(&at("a")), &at("b"));
-        go_on(3, &on(3, offloaded("nvme", &at("files"))), (0, 0), Some(&at("b")), &at("c"));
-        let second = go_on(2, &on(1, json!({})), (4, 8), Some(&at("c")), &at("d"));
+        let uninterrupted = train_from(2, &on(2, json!({})), (0, 8), None, &at("whole"));
+        let first = train_from(2, &on(3, released()), (0, 4), None, &at("a"));
+        train_from(1, &on(1, json!({})), (0, 0), Some(&at("a")), &at("b"));
+        train_from(3, &on(3, offloaded("nvme", &at("files"))), (0, 0), Some(&at("b")), &at("c"));
+        let second = train_from(2, &on(1, json!({})), (4, 8), Some(&at("c")), &at("d"));
         for rank in 0..2 {
             assert_eq!([&first[rank][..], &second[rank][..]].concat(), uninterrupted[rank], "{more}");
         }
@@ -175,11 +175,11 @@ fn rounding_by_chance_goes_on_where_it_was_saved_whatever_seed_and_number_of_ran
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let at = |name: &str| folder.path().join(name);
     let on = |stage| config(stage, 1, json!({}), bf16_states());
-    let uninterrupted = go_on(2, &on(2), (0, 6), None, &at("whole"));
-    let first = go_on(2, &on(1), (0, 3), None, &at("a"));
-    go_on_with(7, 3, &on(3), (0, 0), Some(&at("a")), &at("b"));
-    go_on_with(8, 1, &on(1), (0, 0), Some(&at("b")), &at("c"));
-    let second = go_on_with(9, 2, &on(3), (3, 6), Some(&at("c")), &at("d"));
+    let uninterrupted = train_from(2, &on(2), (0, 6), None, &at("whole"));
+    let first = train_from(2, &on(1), (0, 3), None, &at("a"));
+    train_from_with_seed(7, 3, &on(3), (0, 0), Some(&at("a")), &at("b"));
+    train_from_with_seed(8, 1, &on(1), (0, 0), Some(&at("b")), &at("c"));
+    let second = train_from_with_seed(9, 2, &on(3), (3, 6), Some(&at("c")), &at("d"));
     for rank in 0..2 {
         assert_eq!([&first[rank][..], &second[rank][..]].concat(), uninterrupted[rank]);
     }
@@ -196,12 +196,12 @@ fn ranks_that_round_in_different_ways_are_told() {
     // All ranks begin with the same weights, whatever their seed.
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let (weights, config) = (folder.path().join("weights"), config(1, 1, json!({}), bf16_states()));
-    let run = |by_chance: [bool; 2], seeds: [u64; 2], export: bool| {
+    let run = |stochastic: [bool; 2], seeds: [u64; 2], export: bool| {
         let results = threads::run(2, |comm| {
             let rank = comm.rank();
             let builder = Engine::builder().communicator(comm).device(Device::Cpu).seed(seeds[rank]);
             let builder = if export { builder } else { builder.init_from(&weights) };
-            let builder = builder.stochastic_rounding(by_chance[rank]);
+            let builder = builder.stochastic_rounding(stochastic[rank]);
             let mut engine = builder.initialize(|vb| Tiny::new(shape(true), vb), config.clone())?;
             if export { engine.export_safetensors(&weights) } else { Ok(()) }
         });
@@ -212,8 +212,8 @@ fn ranks_that_round_in_different_ways_are_told() {
     all_well(run([true; 2], [3; 2], false));
     // Rounding to nearest uses no seed.
     all_well(run([false; 2], [3, 4], false));
-    for (by_chance, seeds) in [([true, false], [3; 2]), ([true; 2], [3, 4])] {
-        for (rank, result) in run(by_chance, seeds, false).into_iter().enumerate() {
+    for (stochastic, seeds) in [([true, false], [3; 2]), ([true; 2], [3, 4])] {
+        for (rank, result) in run(stochastic, seeds, false).into_iter().enumerate() {
             let error = result.unwrap_err();
             let is_told = matches!(&error, Error::Engine(EngineError::RoundingDiffers { rank: r, other }) if *r == rank && *other == 1 - rank);
             assert!(is_told, "{error}");
@@ -274,10 +274,10 @@ fn two_moments_take_at_most_2_1_bytes_a_parameter_and_estimates_are_exact() {
                                 MemoryKind::Parameters,
                                 MemoryKind::Gradients,
                             ] {
-                                let (own, told) = (report.row(kind), estimate.memory.row(kind));
+                                let (counted, estimated) = (report.row(kind), estimate.memory.row(kind));
                                 assert_eq!(
-                                    (own.bytes.held, own.file.held),
-                                    (told.bytes.held, told.file.held),
+                                    (counted.bytes.held, counted.file.held),
+                                    (estimated.bytes.held, estimated.file.held),
                                     "{what}"
                                 );
                             }

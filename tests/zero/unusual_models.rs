@@ -286,7 +286,7 @@ fn a_model_may_have_one_parameter() {
 fn an_engine_may_be_dropped_at_any_point_of_a_step() {
     for calls in 0..4 {
         let config = config(3, 2, json!({"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 1}), json!({}));
-        let ended = threads::run(3, |comm| {
+        let results = threads::run(3, |comm| {
             let mut engine = engine(comm, three_units, &config)?;
             for micro in 0..2 {
                 let x = input(micro);
@@ -305,7 +305,7 @@ fn an_engine_may_be_dropped_at_any_point_of_a_step() {
             }
             Ok(())
         });
-        assert!(ended.unwrap().into_iter().all(|r| r.is_ok()), "after {calls} calls");
+        assert!(results.unwrap().into_iter().all(|r| r.is_ok()), "after {calls} calls");
     }
 }
 
@@ -320,11 +320,11 @@ fn ranks_that_begin_with_different_weights_are_refused() {
     }
     let initialize = |builders: [EngineBuilder; 2]| {
         let builders = builders.map(|b| Mutex::new(Some(b)));
-        let ended = threads::run(2, |comm| {
+        let results = threads::run(2, |comm| {
             let builder = builders[comm.rank()].lock().unwrap().take().unwrap();
             builder.communicator(comm).initialize(three_units, config.clone()).map(drop)
         });
-        ended.unwrap().into_iter().map(|r| r.err().map(|e| e.to_string()).unwrap_or_default()).collect::<Vec<_>>()
+        results.unwrap().into_iter().map(|r| r.err().map(|e| e.to_string()).unwrap_or_default()).collect::<Vec<_>>()
     };
     assert_eq!(initialize([Engine::builder().seed(1), Engine::builder().seed(1)]), ["", ""]);
     assert_eq!(initialize([1, 1].map(|seed| Engine::builder().init_from(file(seed)))), ["", ""]);
@@ -338,7 +338,7 @@ fn a_file_that_cannot_be_written_costs_nothing_but_the_file() {
     use std::os::unix::fs::PermissionsExt;
     let folder = tempfile::tempdir().unwrap();
     let (wrong, right) = (folder.path().join("none/model.safetensors"), folder.path().join("model.safetensors"));
-    let ended = threads::run(2, |comm| {
+    let results = threads::run(2, |comm| {
         let mut engine = engine(comm, three_units, &config(3, 1, json!({}), json!({})))?;
         let text = engine.export_safetensors(&wrong).unwrap_err().to_string();
         plain(&mut engine, &input(0), 0)?;
@@ -346,7 +346,7 @@ fn a_file_that_cannot_be_written_costs_nothing_but_the_file() {
         engine.export_safetensors(&right)?;
         Ok(text.replace(&folder.path().display().to_string(), "FOLDER"))
     });
-    let texts: Vec<_> = ended.unwrap().into_iter().map(|r| r.unwrap()).collect();
+    let texts: Vec<_> = results.unwrap().into_iter().map(|r| r.unwrap()).collect();
     assert!(texts[0].starts_with("cannot write FOLDER/none/model.safetensors: No such file"), "{}", texts[0]);
     insta::assert_snapshot!(texts[1], @"cannot write FOLDER/none/model.safetensors: rank 0 failed; see its error for the cause");
     let plain_file = folder.path().join("plain");

@@ -13,12 +13,12 @@ mkdir -p "$2/bin" "$2/lib64" "$2/build"
 folder=$(readlink -f "$2")
 lib=$folder/lib64
 
-# The names that Rust programs link to, which are those of cudarc's bindings.
+# The folder of cudarc, whose bindings name the functions that Rust programs link to.
 cudarc=$(cd "$root/../.." && cargo metadata --format-version 1 --locked --features cuda --filter-platform "$(rustc -vV | sed -n "s/^host: //p")" | python3 -c '
 import json, sys
 print(next(p["manifest_path"] for p in json.load(sys.stdin)["packages"] if p["name"] == "cudarc").rsplit("/", 1)[0])')
 
-compile() { # the library, its file name, its bindings, further arguments of g++...
+compile() { # the library, its file name, its bindings, further arguments for g++...
     local name=$1 file=$2 bindings=$3
     shift 3
     # The first link contains only this folder's functions; the second also contains stubs for all others.

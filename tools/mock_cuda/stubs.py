@@ -30,7 +30,7 @@ def main() -> None:
     names = declared(arguments.rust.read_text()) - (defined(arguments.without) if arguments.without else set())
     print("#include <stdio.h>\n#include <stdlib.h>")
     for name in sorted(names):
-        print(f'void {name}(void) {{ fputs("mock_cuda: {name} has no stand-in\\n", stderr); abort(); }}')
+        print(f'void {name}(void) {{ fputs("mock_cuda: {name} is not implemented\\n", stderr); abort(); }}')
 
 
 if __name__ == "__main__":

@@ -324,7 +324,8 @@ pub enum FinetuneError {
     },
     /// A data file with many records that cannot be used.
     #[error(
-        "{skipped} of {} in {} {} skipped: {why}; correct the data, or give --allow_skipped to learn from the others",
+        "{skipped} of {} in {} {} skipped: {reason}; correct the data, or give --allow_skipped to learn from the \
+         others",
         candle_zero::util::counted(*records, "record"),
         path.display(),
         candle_zero::util::is_or_are(*skipped)
@@ -337,7 +338,7 @@ pub enum FinetuneError {
         /// The total number of records.
         records: u64,
         /// The problem with these records.
-        why: String,
+        reason: String,
     },
     /// A data file without a sample to learn from.
     #[error("{} has no sample to learn from: {reason}", path.display())]
@@ -460,22 +461,22 @@ pub enum FinetuneError {
     },
     /// A checkpoint with more steps than the run.
     #[error(
-        "checkpoint {} is at step {made}, but this run ends at step {total}, and the checkpoint cannot produce a \
+        "checkpoint {} is at step {steps}, but this run ends at step {total}, and the checkpoint cannot produce a \
          result with fewer steps; give at least as many steps, or another folder for --save to start over",
         checkpoint.display()
     )]
-    StepsMade {
+    CheckpointBeyondEnd {
         /// The checkpoint.
         checkpoint: PathBuf,
         /// The number of steps in the checkpoint.
-        made: u64,
+        steps: u64,
         /// The number of steps of the run.
         total: u64,
     },
     /// A run that does not fit into memory in any configuration.
     #[error(
-        "this run needs {needed} per rank even with all states in files, but only {had} per rank is available ({}); use \
-         a shorter context or a smaller model, or give the job more memory",
+        "this run needs {needed} per rank even with all states in files, but only {available} per rank is available \
+         ({}); use a shorter context or a smaller model, or give the job more memory",
         candle_zero::util::counted(*ranks, "rank")
     )]
     NothingFits {
@@ -484,12 +485,13 @@ pub enum FinetuneError {
         /// The minimum memory of a rank.
         needed: String,
         /// The memory available to a rank.
-        had: String,
+        available: String,
     },
     /// A pipeline that does not fit into memory.
     #[error(
-        "a pipeline of {} needs {needed} per rank, but only {had} per rank is available; use more ranks along the \
-         pipeline, a shorter context or a smaller model, or leave out --pipeline, so that states may be put in files",
+        "a pipeline of {} needs {needed} per rank, but only {available} per rank is available; use more ranks along \
+         the pipeline, a shorter context or a smaller model, or leave out --pipeline, so that states may be put in \
+         files",
         candle_zero::util::counted(*ranks, "rank")
     )]
     PipelineTooLarge {
@@ -498,7 +500,7 @@ pub enum FinetuneError {
         /// The minimum memory of a rank.
         needed: String,
         /// The memory available to a rank.
-        had: String,
+        available: String,
     },
 }
 

@@ -183,11 +183,13 @@ fn read_with_variables(
     let mut arguments = arguments.map_err(|e| CommandLineError(e.format(&mut reader)))?;
     let filled_in = arguments.fill_in(&matches, variables);
     filled_in.map_err(|error| CommandLineError(reader.error(ErrorKind::ValueValidation, error)))?;
-    let wrong = [wrong_min_ranks, wrong_backend, wrong_launcher, |arguments: &ZerorunArguments| arguments.run.wrong()];
-    let conflict = wrong
+    let checks = [min_ranks_conflict, backend_conflict, launcher_conflict, |arguments: &ZerorunArguments| {
+        arguments.run.conflict()
+    }];
+    let conflict = checks
         .iter()
-        .find_map(|wrong| wrong(&arguments))
-        .or_else(|| arguments.hosts.wrong_min_nodes(arguments.max_restarts));
+        .find_map(|check| check(&arguments))
+        .or_else(|| arguments.hosts.min_nodes_conflict(arguments.max_restarts));
     if let Some(conflict) = conflict {
         return Err(CommandLineError(reader.error(ErrorKind::ArgumentConflict, conflict)));
     }
@@ -214,7 +216,7 @@ fn read_with_variables(
         master_port: arguments.master_port,
         prometheus: arguments.prometheus,
         run: arguments.run,
-        island: arguments.islands.place(),
+        island: arguments.islands.options(),
         max_restarts: arguments.max_restarts,
         min_ranks: usize::from(arguments.min_ranks.unwrap_or(arguments.ranks)),
         timeline: arguments.timeline,
@@ -225,7 +227,7 @@ fn read_with_variables(
 }
 
 /// Returns the conflict of `--backend` with the other options, if any.
-fn wrong_backend(arguments: &ZerorunArguments) -> Option<String> {
+fn backend_conflict(arguments: &ZerorunArguments) -> Option<String> {
     let has_several_hosts = arguments.hosts.hostfile.is_some() || arguments.hosts.nnodes.is_some();
     (has_several_hosts && arguments.backend == Some(CommBackend::Shm)).then(|| {
         "--backend shm is for ranks on one host, because hosts do not share memory; leave --backend out, so that the \
@@ -235,18 +237,18 @@ fn wrong_backend(arguments: &ZerorunArguments) -> Option<String> {
 }
 
 /// Returns the conflict of `--launcher` with the other options, if any.
-fn wrong_launcher(arguments: &ZerorunArguments) -> Option<String> {
+fn launcher_conflict(arguments: &ZerorunArguments) -> Option<String> {
     let zerorun_only = [
         ("--max_restarts", arguments.max_restarts > 0),
         ("--bind_cores_to_rank", arguments.bind_cores_to_rank),
         ("--prometheus", arguments.prometheus.is_some()),
         ("--dashboard", arguments.run.dashboard.is_some()),
     ];
-    arguments.hosts.wrong_launcher(&[zerorun_only.as_slice(), &arguments.islands.given()].concat())
+    arguments.hosts.launcher_conflict(&[zerorun_only.as_slice(), &arguments.islands.given()].concat())
 }
 
 /// Returns the conflict of `--min_ranks` with the other options, if any.
-fn wrong_min_ranks(arguments: &ZerorunArguments) -> Option<String> {
+fn min_ranks_conflict(arguments: &ZerorunArguments) -> Option<String> {
     let (fewest, ranks) = (arguments.min_ranks?, arguments.ranks);
     if arguments.hosts.hostfile.is_some() || arguments.hosts.nnodes.is_some() {
         return Some(format!(

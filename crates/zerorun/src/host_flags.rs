@@ -119,7 +119,7 @@ impl HostFlags {
             };
             let words = self.launcher_args.as_deref().unwrap_or_default().split_whitespace();
             let args: Vec<String> = words.map(String::from).collect();
-            return Ok(LaunchMode::Hosts(MultiHostOptions {
+            return Ok(LaunchMode::Hostfile(MultiHostOptions {
                 file: file.clone(),
                 selection,
                 min_nodes: self.min_nodes,
@@ -130,30 +130,31 @@ impl HostFlags {
                 mpirun: kind.map(|kind| MpirunOptions { kind, args }),
             }));
         }
-        let Some(text) = &self.nnodes else { return Ok(LaunchMode::Alone) };
+        let Some(text) = &self.nnodes else { return Ok(LaunchMode::OneHost) };
         let range = match text.trim() {
             "auto" => None,
             _ => Some(hosts(text).ok_or_else(|| HostsError::BadNodes { text: text.clone() })?),
         };
         let may_run_alone = !self.until_stdin_ends;
         if may_run_alone && range.is_some_and(|(_, nodes)| nodes == 1) {
-            return Ok(LaunchMode::Alone);
+            return Ok(LaunchMode::OneHost);
         }
         let (node, nodes) = variables.node(self.node_rank, range.map(|(_, nodes)| nodes))?;
         if may_run_alone && nodes == 1 {
-            return Ok(LaunchMode::Alone);
+            return Ok(LaunchMode::OneHost);
         }
         let (master_addr, port) = variables.first_host(self.master_addr.clone(), *master_port, nodes)?;
         *master_port = Some(port);
         let fewest = range.map_or(nodes, |(fewest, _)| fewest);
         let min_nodes = self.min_nodes.unwrap_or(fewest).min(nodes);
         let (bind_addr, until_stdin_ends) = (self.bind_addr.clone(), self.until_stdin_ends);
-        Ok(LaunchMode::Nodes(NodeOptions { nodes, min_nodes, node, master_addr, bind_addr, until_stdin_ends }))
+        let options = NodeOptions { nodes, min_nodes, node, master_addr, bind_addr, until_stdin_ends };
+        Ok(LaunchMode::PerHostLaunchers(options))
     }
 
     /// Returns the conflict of `--launcher` with the other options, if any. `zerorun_only` lists the command line's
     /// options that have an effect only on ranks that `zerorun` itself starts, and whether each is set.
-    pub(crate) fn wrong_launcher(&self, zerorun_only: &[(&str, bool)]) -> Option<String> {
+    pub(crate) fn launcher_conflict(&self, zerorun_only: &[(&str, bool)]) -> Option<String> {
         let Some(name) = self.launcher.to_possible_value().filter(|_| self.launcher != HostLauncherFlag::Ssh) else {
             return self.launcher_args.as_ref().map(|_| {
                 "--launcher_args is for mpirun; give --launcher openmpi or --launcher mpich, or leave --launcher_args out"
@@ -176,7 +177,7 @@ impl HostFlags {
     }
 
     /// Returns the conflict of `--min_nodes` with the other options, if any.
-    pub(crate) fn wrong_min_nodes(&self, max_restarts: u32) -> Option<String> {
+    pub(crate) fn min_nodes_conflict(&self, max_restarts: u32) -> Option<String> {
         let fewest = self.min_nodes?;
         if self.hostfile.is_none() && self.nnodes.is_none() {
             return Some(format!(

@@ -1,6 +1,6 @@
 //! The flags of a job that is one of several islands. The command lines for scripts and for `zerorun finetune` share them.
 
-use crate::launch::local_job_spec::IslandPlace;
+use crate::launch::local_job_spec::IslandOptions;
 use candle_zero::config::is_address;
 use clap::Args;
 
@@ -28,9 +28,9 @@ impl IslandFlags {
         [("--island_server", self.island_server.is_some()), ("--island_slot", self.island_slot.is_some())]
     }
 
-    /// Returns the place of the job's ranks among the islands.
-    pub(crate) fn place(&self) -> IslandPlace {
-        IslandPlace { server: self.island_server.clone(), slot: self.island_slot }
+    /// Returns the options with which the job's ranks take part in a run of islands.
+    pub(crate) fn options(&self) -> IslandOptions {
+        IslandOptions { server: self.island_server.clone(), slot: self.island_slot }
     }
 }
 

@@ -73,7 +73,7 @@ impl LauncherVariables<'_> {
     ///
     /// # Errors
     /// Fails if a value is not a number.
-    pub(super) fn place(&self) -> Result<Option<NodeNumber>> {
+    pub(super) fn node_number(&self) -> Result<Option<NodeNumber>> {
         for (rank, sizes) in NODE_VARIABLES {
             let Some(node) = self.number(rank, COUNT)? else { continue };
             let mut nodes = None;
@@ -137,7 +137,7 @@ impl LauncherVariables<'_> {
     /// # Errors
     /// Fails if one of them is unknown or invalid, or if the launcher has started a different number of processes.
     pub(super) fn node(&self, node_rank: Option<usize>, nodes: Option<usize>) -> Result<(usize, usize)> {
-        let numbers = self.place()?;
+        let numbers = self.node_number()?;
         let launched = numbers.and_then(|numbers| numbers.nodes);
         let Some(nodes) = nodes.or(launched.map(|(nodes, _)| nodes)) else {
             return Err(HostsError::NodesUnknown.into());

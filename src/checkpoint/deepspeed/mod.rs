@@ -46,8 +46,8 @@ use serde_json::{Map, Value as Json};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use stored_tensor::StoredTensor;
-use tag_files::{TagFiles, wrong};
-use torch_archive::{TorchArchive, damaged};
+use tag_files::{TagFiles, file_error};
+use torch_archive::{TorchArchive, damaged_error};
 
 /// The kinds of values that a checkpoint contains for each parameter, in f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -105,16 +105,17 @@ impl DeepSpeedCheckpoint {
         let world_size = first.world_size;
         if model.world_size != world_size {
             let problem = format!("dp_world_size is {}, but {world_size} in the optimizer files", model.world_size);
-            return Err(damaged(&model_path, &problem));
+            return Err(damaged_error(&model_path, &problem));
         }
         files.check_world_size(world_size)?;
         let mut ranks = vec![first];
         for rank in 1..world_size {
             let file = OptimFile::open(files.optim(rank)?)?;
-            file.check_alike(&ranks[0])?;
+            file.check_same_checkpoint(&ranks[0])?;
             ranks.push(file);
         }
-        let locations = locations(&model.groups, ranks[0].stage, world_size).map_err(|p| damaged(&model_path, &p))?;
+        let locations =
+            locations(&model.groups, ranks[0].stage, world_size).map_err(|p| damaged_error(&model_path, &p))?;
         let parameters = model.groups.iter().flatten().cloned().collect();
         let buffers = model.buffers.iter().map(|(buffer, _)| buffer.clone()).collect();
         let checkpoint = Self { folder: files.folder().to_owned(), model, parameters, buffers, locations, ranks };
@@ -251,13 +252,13 @@ impl DeepSpeedCheckpoint {
             let count = self.parameters.len();
             let be = is_or_are(count);
             let problem = format!("parameter {parameter} was requested, but there {be} only {count}");
-            return Err(wrong(&self.folder, problem));
+            return Err(file_error(&self.folder, problem));
         };
         if range.start > range.end || range.end > metadata.elements() {
             let (Range { start, end }, DeepSpeedParameter { name, .. }) = (range, metadata);
             let problem =
                 format!("elements {start} to {end} of {name} were requested, but it has only {}", metadata.elements());
-            return Err(wrong(&self.folder, problem));
+            return Err(file_error(&self.folder, problem));
         }
         if !self.has(state) {
             return Err(missing_state_error(&self.ranks[0], state, 0));
@@ -285,9 +286,9 @@ impl DeepSpeedCheckpoint {
             let count = self.buffers.len();
             let be = is_or_are(count);
             let problem = format!("buffer {index} was requested, but there {be} only {count}");
-            return Err(wrong(archive.path(), problem));
+            return Err(file_error(archive.path(), problem));
         };
-        Ok(tensor.kind.as_own(archive.read_bytes(tensor)?))
+        Ok(tensor.kind.to_library_format(archive.read_bytes(tensor)?))
     }
 
     /// Reads every byte of the optimizer files, and of the model file if it has buffers, and compares the bytes with
@@ -326,7 +327,7 @@ impl DeepSpeedCheckpoint {
         if shapes != groups {
             let groups = counted(groups, "parameter group");
             let problem = format!("it has {groups}, but the model file has {shapes}");
-            return Err(damaged(self.ranks[0].archive.path(), &problem));
+            return Err(damaged_error(self.ranks[0].archive.path(), &problem));
         }
         for (group, parameters) in self.model.groups.iter().enumerate() {
             let needed: usize = parameters.iter().map(DeepSpeedParameter::elements).sum();
@@ -336,7 +337,7 @@ impl DeepSpeedCheckpoint {
             let padded = needed.checked_next_multiple_of(2 * self.world_size());
             if !(Some(needed) <= found && found <= padded) {
                 let problem = lengths_differ(state, &format!("group {group} of all ranks"), found, needed);
-                return Err(damaged(&self.folder, &problem));
+                return Err(damaged_error(&self.folder, &problem));
             }
         }
         Ok(())
@@ -349,7 +350,7 @@ impl DeepSpeedCheckpoint {
             let found = total(&self.rank_parts(state, rank)?);
             if found != Some(needed) {
                 let problem = lengths_differ(state, "all sub-groups", found, needed);
-                return Err(damaged(self.ranks[rank].archive.path(), &problem));
+                return Err(damaged_error(self.ranks[rank].archive.path(), &problem));
             }
         }
         Ok(())
@@ -385,7 +386,7 @@ fn missing_state_error(rank: &OptimFile, state: DeepSpeedStateKind, group: usize
         "it has no {name} for group {group} (its states: {found}); Adam's moments can be read from checkpoints that \
          were saved after a step"
     );
-    wrong(rank.archive.path(), problem)
+    file_error(rank.archive.path(), problem)
 }
 
 /// Returns the number of elements of all parts.

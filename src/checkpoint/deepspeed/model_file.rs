@@ -3,8 +3,8 @@
 use super::pickle::PickleProblem;
 use super::pickle_value::PickleValue;
 use super::stored_tensor::{StoredTensor, elements, shape};
-use super::tag_files::wrong;
-use super::torch_archive::{TorchArchive, damaged};
+use super::tag_files::file_error;
+use super::torch_archive::{TorchArchive, damaged_error};
 use crate::error::Result;
 use crate::util::counted;
 use candle_core::DType;
@@ -104,10 +104,10 @@ impl ModelFile {
         let root = PickleValue::root(&pickle);
         match unsupported_part(&root) {
             Ok(None) => {}
-            Ok(Some(problem)) => return Err(wrong(path, problem)),
-            Err(problem) => return Err(damaged(path, &problem)),
+            Ok(Some(problem)) => return Err(file_error(path, problem)),
+            Err(problem) => return Err(damaged_error(path, &problem)),
         }
-        Self::read(&root, archive).map_err(|problem| damaged(path, &problem))
+        Self::read(&root, archive).map_err(|problem| damaged_error(path, &problem))
     }
 
     fn read(root: &PickleValue<'_>, archive: TorchArchive) -> Result<Self, PickleProblem> {
@@ -148,7 +148,7 @@ fn unsupported_part(root: &PickleValue<'_>) -> Result<Option<String>, PickleProb
         )));
     }
     let frozen = root.find("frozen_param_shapes").map_or(Ok(vec![]), |frozen| frozen.entries())?;
-    let names: Vec<_> = frozen.iter().take(MAX_SHOWN_NAMES).map(|(_, value)| value.place()).collect();
+    let names: Vec<_> = frozen.iter().take(MAX_SHOWN_NAMES).map(|(_, value)| value.path()).collect();
     Ok((!names.is_empty()).then(|| {
         format!(
             "{} frozen ({}); only models in which every parameter is trained can be read",
@@ -164,13 +164,12 @@ fn parameters(map: &PickleValue<'_>) -> Result<Vec<DeepSpeedParameter>, PicklePr
         if name.len() > MAX_NAME_BYTES {
             return Err(format!(
                 "{} has a name of {} bytes; at most {MAX_NAME_BYTES} are allowed",
-                value.place(),
+                value.path(),
                 name.len()
             ));
         }
         let shape = shape(&value)?;
-        let elements =
-            elements(&shape).ok_or_else(|| format!("{} has an impossible shape {shape:?}", value.place()))?;
+        let elements = elements(&shape).ok_or_else(|| format!("{} has an impossible shape {shape:?}", value.path()))?;
         Ok(DeepSpeedParameter { name: name.to_owned(), shape, elements })
     };
     map.entries()?.into_iter().map(parameter).collect()
@@ -211,7 +210,7 @@ fn buffers(root: &PickleValue<'_>, archive: &TorchArchive) -> Result<ReadBuffers
         if name.len() > MAX_NAME_BYTES {
             return Err(format!(
                 "{} has a name of {} bytes; at most {MAX_NAME_BYTES} are allowed",
-                value.place(),
+                value.path(),
                 name.len()
             ));
         }
@@ -227,11 +226,11 @@ fn buffers(root: &PickleValue<'_>, archive: &TorchArchive) -> Result<ReadBuffers
     }
     // The buffers are read into memory, where each has its own storage.
     let bytes = buffers.iter().fold(0u64, |sum, (_, tensor)| sum.saturating_add(tensor.bytes()));
-    match bytes > archive.stored().saturating_mul(MAX_BUFFER_SHARING) {
+    match bytes > archive.storage_bytes().saturating_mul(MAX_BUFFER_SHARING) {
         true => Err(format!(
             "the buffers in module take {}, but the file stores only {}",
             counted(bytes, "byte"),
-            counted(archive.stored(), "byte")
+            counted(archive.storage_bytes(), "byte")
         )),
         false => Ok((buffers, unread)),
     }

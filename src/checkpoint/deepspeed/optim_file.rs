@@ -4,8 +4,8 @@
 use super::pickle::PickleProblem;
 use super::pickle_value::PickleValue;
 use super::stored_tensor::StoredTensor;
-use super::tag_files::wrong;
-use super::torch_archive::{TorchArchive, damaged};
+use super::tag_files::file_error;
+use super::torch_archive::{TorchArchive, damaged_error};
 use crate::error::Result;
 use serde_json::Value as Json;
 use std::collections::{BTreeMap, BTreeSet};
@@ -64,7 +64,7 @@ impl OptimFile {
     /// Reads everything except the tensors.
     pub fn open(path: &Path) -> Result<Self> {
         let (archive, pickle) = TorchArchive::open(path)?;
-        let wrong = |problem: PickleProblem| damaged(path, &problem);
+        let wrong = |problem: PickleProblem| damaged_error(path, &problem);
         let root = PickleValue::root(&pickle).get("optimizer_state_dict").map_err(wrong)?;
         let stage: u8 = root.get("zero_stage").and_then(|v| v.count()).map_err(wrong)?;
         let (masters, states) = find_states(&root, stage).map_err(wrong)?;
@@ -80,7 +80,7 @@ impl OptimFile {
     }
 
     /// Returns an error unless this file is from the same run and step as the first rank's.
-    pub fn check_alike(&self, first: &Self) -> Result<()> {
+    pub fn check_same_checkpoint(&self, first: &Self) -> Result<()> {
         let states = |file: &Self| -> BTreeSet<String> {
             file.groups.iter().flat_map(|group| group.states.keys().cloned()).collect()
         };
@@ -99,7 +99,7 @@ impl OptimFile {
             "{name} is {mine}, but {theirs} in {}; the files are not from the same checkpoint; copy it again",
             first.archive.path().display()
         );
-        Err(wrong(self.archive.path(), problem))
+        Err(file_error(self.archive.path(), problem))
     }
 }
 
@@ -117,7 +117,7 @@ fn find_states<'a>(
             Ok((masters, states))
         }
         3 => Ok((root.get("fp32_flat_groups")?, root.get("optimizer_state_dict")?.find("state"))),
-        other => Err(format!("{}.zero_stage is {other}; only 1, 2 and 3 can be read", root.place())),
+        other => Err(format!("{}.zero_stage is {other}; only 1, 2 and 3 can be read", root.path())),
     }
 }
 
@@ -152,7 +152,7 @@ const STEP: &str = "step";
 
 /// Returns the step counter, which must be the same in all groups.
 fn step(states: &PickleValue<'_>, groups: usize, archive: &TorchArchive) -> Result<Option<u64>> {
-    let wrong = |problem: PickleProblem| damaged(archive.path(), &problem);
+    let wrong = |problem: PickleProblem| damaged_error(archive.path(), &problem);
     let mut steps = vec![];
     for index in 0..groups {
         let Some(value) = states.item(index).ok().and_then(|state| state.find(STEP)) else { continue };
@@ -161,7 +161,7 @@ fn step(states: &PickleValue<'_>, groups: usize, archive: &TorchArchive) -> Resu
                 let tensor = StoredTensor::of_weights(&value).map_err(wrong)?;
                 let mut number = [0.0];
                 if tensor.length != 1 {
-                    return Err(wrong(format!("{} is a tensor of {} elements, not of 1", tensor.place, tensor.length)));
+                    return Err(wrong(format!("{} is a tensor of {} elements, not of 1", tensor.path, tensor.length)));
                 }
                 archive.read(&tensor, 0..1, &mut number)?;
                 f64::from(number[0])
@@ -174,7 +174,7 @@ fn step(states: &PickleValue<'_>, groups: usize, archive: &TorchArchive) -> Resu
         return Err(wrong(format!("parameter groups have taken different numbers of steps, {first} and {other}")));
     }
     if !(0.0..=9e15).contains(&first) || first.fract() != 0.0 {
-        return Err(wrong(format!("{}.0.step is {first}, which is not a count", states.place())));
+        return Err(wrong(format!("{}.0.step is {first}, which is not a count", states.path())));
     }
     Ok(Some(first as u64))
 }
@@ -189,9 +189,9 @@ fn partition_count(root: &PickleValue<'_>) -> Result<usize, PickleProblem> {
     match counts.as_slice() {
         [first, rest @ ..] if *first > 0 && rest.iter().all(|other| other == first) => Ok(*first),
         [_, ..] => {
-            Err(format!("{} is {counts:?}; all groups must be split across the same number of ranks", count.place()))
+            Err(format!("{} is {counts:?}; all groups must be split across the same number of ranks", count.path()))
         }
-        [] => Err(format!("{} is empty", count.place())),
+        [] => Err(format!("{} is empty", count.path())),
     }
 }
 
@@ -206,7 +206,7 @@ fn param_groups(root: &PickleValue<'_>, stage: u8) -> Result<Json, PickleProblem
 /// Returns the current scale and, if it is dynamic, the scaler's state.
 fn scaler(root: &PickleValue<'_>) -> Result<(Option<f64>, Option<DynamicScaler>), PickleProblem> {
     let Some(object) = root.find("loss_scaler") else { return Ok((None, None)) };
-    let state = object.attributes().ok_or_else(|| object.unlike("a loss scaler with its state"))?;
+    let state = object.attributes().ok_or_else(|| object.wrong_kind("a loss scaler with its state"))?;
     let cur_scale = state.get("cur_scale")?.number()?;
     if !matches!(object.call(), Some((name, _)) if name.ends_with(".DynamicLossScaler")) {
         return Ok((Some(cur_scale), None));

@@ -17,16 +17,16 @@ const MAX_KEY_BYTES: usize = 200;
 pub(super) struct PickleValue<'a> {
     pickle: &'a Pickle,
     id: PickleNodeId,
-    place: String,
+    path: String,
 }
 
 impl<'a> PickleValue<'a> {
     pub fn root(pickle: &'a Pickle) -> Self {
-        Self { pickle, id: pickle.root, place: String::new() }
+        Self { pickle, id: pickle.root, path: String::new() }
     }
 
-    pub fn place(&self) -> &str {
-        &self.place
+    pub fn path(&self) -> &str {
+        &self.path
     }
 
     fn node(&self) -> &'a PickleNode {
@@ -36,14 +36,14 @@ impl<'a> PickleValue<'a> {
     fn inner(&self, id: PickleNodeId, key: &str) -> Self {
         // A key can have any length, and many entries can share one.
         let key = if key.len() > MAX_KEY_BYTES { "(a long name)" } else { key };
-        let place = if self.place.is_empty() { key.to_owned() } else { format!("{}.{key}", self.place) };
-        Self { pickle: self.pickle, id, place }
+        let path = if self.path.is_empty() { key.to_owned() } else { format!("{}.{key}", self.path) };
+        Self { pickle: self.pickle, id, path }
     }
 
     /// Returns the message that this value is not of the kind `needed`.
-    pub fn unlike(&self, needed: &str) -> PickleProblem {
-        let place = if self.place.is_empty() { "the outermost value" } else { &self.place };
-        format!("{place} is {}, but {needed} is needed", self.kind())
+    pub fn wrong_kind(&self, needed: &str) -> PickleProblem {
+        let path = if self.path.is_empty() { "the outermost value" } else { &self.path };
+        format!("{path} is {}, but {needed} is needed", self.kind())
     }
 
     fn kind(&self) -> String {
@@ -81,17 +81,17 @@ impl<'a> PickleValue<'a> {
     pub fn get(&self, key: &str) -> Result<Self, PickleProblem> {
         match self.node() {
             PickleNode::Dict(_) => self.find(key).ok_or_else(|| self.inner(self.id, key).missing()),
-            _ => Err(self.unlike("a dictionary")),
+            _ => Err(self.wrong_kind("a dictionary")),
         }
     }
 
     fn missing(&self) -> PickleProblem {
-        format!("{} is missing", self.place)
+        format!("{} is missing", self.path)
     }
 
     /// Returns, in order, the entries of a dictionary whose keys are strings; other entries are left out.
     pub fn entries(&self) -> Result<Vec<(&'a str, Self)>, PickleProblem> {
-        let PickleNode::Dict(entries) = self.node() else { return Err(self.unlike("a dictionary")) };
+        let PickleNode::Dict(entries) = self.node() else { return Err(self.wrong_kind("a dictionary")) };
         let text = |(key, value): &(PickleNodeId, PickleNodeId)| match self.pickle.node(*key) {
             PickleNode::Text(key) => Some((key.as_str(), self.inner(*value, key))),
             _ => None,
@@ -102,7 +102,7 @@ impl<'a> PickleValue<'a> {
     /// Returns the items of a list or tuple.
     pub fn items(&self) -> Result<Vec<Self>, PickleProblem> {
         let (PickleNode::List(items) | PickleNode::Tuple(items)) = self.node() else {
-            return Err(self.unlike("a list"));
+            return Err(self.wrong_kind("a list"));
         };
         Ok(items.iter().enumerate().map(|(i, id)| self.inner(*id, &i.to_string())).collect())
     }
@@ -115,7 +115,7 @@ impl<'a> PickleValue<'a> {
                 let has_key = |id: PickleNodeId| matches!(self.pickle.node(id), PickleNode::Int(n) if usize::try_from(*n) == Ok(index));
                 entries.iter().rev().find(|(key, _)| has_key(*key)).map(|(_, value)| value)
             }
-            _ => return Err(self.unlike("a list or a dictionary")),
+            _ => return Err(self.wrong_kind("a list or a dictionary")),
         };
         let key = index.to_string();
         match id {
@@ -169,34 +169,34 @@ impl<'a> PickleValue<'a> {
         };
         match number.node() {
             PickleNode::Int(number) => Ok(*number),
-            _ => Err(self.unlike("a whole number")),
+            _ => Err(self.wrong_kind("a whole number")),
         }
     }
 
     /// Returns a non-negative integer.
     pub fn count<T: TryFrom<i64>>(&self) -> Result<T, PickleProblem> {
-        T::try_from(self.integer()?).map_err(|_| self.unlike("a count"))
+        T::try_from(self.integer()?).map_err(|_| self.wrong_kind("a count"))
     }
 
     pub fn number(&self) -> Result<f64, PickleProblem> {
         match self.node() {
             PickleNode::Float(number) => Ok(*number),
             PickleNode::Int(number) => Ok(*number as f64),
-            _ => Err(self.unlike("a number")),
+            _ => Err(self.wrong_kind("a number")),
         }
     }
 
     pub fn truth(&self) -> Result<bool, PickleProblem> {
         match self.node() {
             PickleNode::Bool(value) => Ok(*value),
-            _ => Err(self.unlike("True or False")),
+            _ => Err(self.wrong_kind("True or False")),
         }
     }
 
     pub fn text(&self) -> Result<&'a str, PickleProblem> {
         match self.node() {
             PickleNode::Text(text) => Ok(text),
-            _ => Err(self.unlike("a string")),
+            _ => Err(self.wrong_kind("a string")),
         }
     }
 
@@ -206,13 +206,13 @@ impl<'a> PickleValue<'a> {
     /// express, become null. Dictionary entries whose keys are neither strings nor integers are left out.
     pub fn json(&self) -> Result<Json, PickleProblem> {
         let mut budget = MAX_JSON_VALUES;
-        self.json_within(&mut budget, MAX_JSON_DEPTH).ok_or_else(|| format!("{} is too large or too deep", self.place))
+        self.json_within(&mut budget, MAX_JSON_DEPTH).ok_or_else(|| format!("{} is too large or too deep", self.path))
     }
 
     fn json_within(&self, budget: &mut usize, depth: usize) -> Option<Json> {
         *budget = budget.checked_sub(1)?;
         let depth = depth.checked_sub(1)?;
-        let child = |id: PickleNodeId| Self { pickle: self.pickle, id, place: String::new() };
+        let child = |id: PickleNodeId| Self { pickle: self.pickle, id, path: String::new() };
         Some(match self.node() {
             PickleNode::Bool(value) => (*value).into(),
             PickleNode::Int(number) => (*number).into(),

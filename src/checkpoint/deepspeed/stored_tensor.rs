@@ -39,7 +39,7 @@ impl StorageType {
             Some("torch.BoolStorage") => Ok(Self::Bool),
             other => Err(format!(
                 "{} is a tensor of {}; floats of 16 to 64 bits, integers of 8 to 64 bits and booleans can be read",
-                storage.place(),
+                storage.path(),
                 other.unwrap_or("an unknown type")
             )),
         }
@@ -65,7 +65,7 @@ impl StorageType {
     }
 
     /// Converts elements of a file to elements of [`dtype`](Self::dtype), also little-endian.
-    pub fn as_own(self, bytes: Vec<u8>) -> Vec<u8> {
+    pub fn to_library_format(self, bytes: Vec<u8>) -> Vec<u8> {
         match self {
             Self::I8 => bytes.into_iter().flat_map(|byte| i16::from(byte as i8).to_le_bytes()).collect(),
             _ => bytes,
@@ -100,7 +100,7 @@ impl StorageType {
 #[derive(Debug, Clone)]
 pub(super) struct StoredTensor {
     /// The path in the pickle, for messages.
-    pub place: String,
+    pub path: String,
     /// The storage's key, which is its name in the archive.
     pub storage: String,
     pub kind: StorageType,
@@ -123,14 +123,14 @@ impl StoredTensor {
             true => Ok(tensor),
             false => Err(format!(
                 "{} is a tensor of {:?}; weights and moments are float32, float16 or bfloat16",
-                tensor.place, tensor.kind
+                tensor.path, tensor.kind
             )),
         }
     }
 
     /// Returns the tensor that `value` describes.
     pub fn of(value: &PickleValue<'_>) -> Result<Self, PickleProblem> {
-        let not_a_tensor = || value.unlike("a tensor");
+        let not_a_tensor = || value.wrong_kind("a tensor");
         let (name, arguments) = value.call().ok_or_else(not_a_tensor)?;
         match name {
             "torch._utils._rebuild_tensor_v2" => Self::rebuild(value, &arguments),
@@ -155,20 +155,20 @@ impl StoredTensor {
     fn rebuild(value: &PickleValue<'_>, arguments: &PickleValue<'_>) -> Result<Self, PickleProblem> {
         let storage = arguments.item(0)?;
         // ("storage", class, key, device, elements)
-        let storage = storage.storage().ok_or_else(|| storage.unlike("a storage"))?;
+        let storage = storage.storage().ok_or_else(|| storage.wrong_kind("a storage"))?;
         let start = arguments.item(1)?.count()?;
         let shape = shape(&arguments.item(2)?)?;
         let strides = shape_of_counts(&arguments.item(3)?)?;
-        let length = elements(&shape).ok_or_else(|| format!("{} has an impossible shape {shape:?}", value.place()))?;
+        let length = elements(&shape).ok_or_else(|| format!("{} has an impossible shape {shape:?}", value.path()))?;
         if length > 1 && !is_contiguous(&shape, &strides) {
             return Err(format!(
                 "{} is a non-contiguous view (shape {shape:?}, strides {strides:?}); only contiguous tensors can be \
                  read",
-                value.place()
+                value.path()
             ));
         }
         Ok(Self {
-            place: value.place().to_owned(),
+            path: value.path().to_owned(),
             kind: StorageType::of(&storage.item(1)?)?,
             storage: storage.item(2)?.text()?.to_owned(),
             start,
@@ -188,7 +188,7 @@ pub(super) fn shape(value: &PickleValue<'_>) -> Result<Vec<usize>, PickleProblem
 
 fn shape_of_counts(value: &PickleValue<'_>) -> Result<Vec<usize>, PickleProblem> {
     match value.items()? {
-        items if items.len() > MAX_AXES => Err(value.unlike("a shape")),
+        items if items.len() > MAX_AXES => Err(value.wrong_kind("a shape")),
         items => items.iter().map(PickleValue::count).collect(),
     }
 }

@@ -31,7 +31,7 @@ impl TagFiles {
         for entry in std::fs::read_dir(&folder).map_err(io)? {
             names.extend(entry.map_err(io)?.file_name().into_string());
         }
-        let (prefix, optim) = optim_files(&names).map_err(|problem| wrong(&folder, problem))?;
+        let (prefix, optim) = optim_files(&names).map_err(|problem| file_error(&folder, problem))?;
         let optim = optim.into_iter().map(|(rank, name)| (rank, folder.join(name))).collect();
         Ok(Self { folder, prefix, optim })
     }
@@ -46,7 +46,7 @@ impl TagFiles {
         let path = self.folder.join(format!("{start}mp_rank_00{MODEL_SUFFIX}"));
         match path.exists() {
             true => Ok(path),
-            false => Err(wrong(
+            false => Err(file_error(
                 &path,
                 format!(
                     "this file, which names the parameters at stage {stage}, is missing; copy it into the folder with \
@@ -66,7 +66,7 @@ impl TagFiles {
                 "this file of rank {rank} is missing (ranks of the existing files: {found}); copy the files of all \
                  ranks into one folder"
             );
-            wrong(&self.folder.join(name), problem)
+            file_error(&self.folder.join(name), problem)
         })
     }
 
@@ -80,14 +80,14 @@ impl TagFiles {
                      checkpoints; remove the files of one of them",
                     counted(world_size, "rank")
                 );
-                Err(wrong(path, problem))
+                Err(file_error(path, problem))
             }
         }
     }
 }
 
 /// Returns the error about a file or folder that is not as expected.
-pub(super) fn wrong(path: &Path, problem: String) -> Error {
+pub(super) fn file_error(path: &Path, problem: String) -> Error {
     CheckpointError::DeepSpeed { path: path.to_owned(), problem }.into()
 }
 
@@ -147,7 +147,7 @@ pub(super) fn find(dir: &Path, tag: Option<&str>) -> Result<PathBuf> {
     };
     if !std::fs::metadata(dir).map_err(io(dir))?.is_dir() {
         let problem = "it is a file; give the folder that was passed to save_checkpoint".to_owned();
-        return Err(wrong(dir, problem));
+        return Err(file_error(dir, problem));
     }
     let latest = dir.join("latest");
     let (tag, named_by) = match tag {
@@ -164,14 +164,17 @@ pub(super) fn find(dir: &Path, tag: Option<&str>) -> Result<PathBuf> {
     };
     let mut components = Path::new(&tag).components();
     if !matches!((components.next(), components.next()), (Some(Component::Normal(_)), None)) {
-        return Err(wrong(named_by, format!("{tag:?} is not a tag: it must be the name of a folder next to `latest`")));
+        return Err(file_error(
+            named_by,
+            format!("{tag:?} is not a tag: it must be the name of a folder next to `latest`"),
+        ));
     }
     let folder = dir.join(&tag);
     match folder.is_dir() {
         true => Ok(folder),
         false => {
             let problem = format!("there is no folder for the tag {tag:?}; tags here: {}; give one of them", tags(dir));
-            Err(wrong(&folder, problem))
+            Err(file_error(&folder, problem))
         }
     }
 }
@@ -182,7 +185,7 @@ fn tag_itself(dir: &Path, latest: &Path) -> Result<PathBuf> {
     let mut names = names.filter(|name| name.ends_with(OPTIM_SUFFIX) || name.ends_with(MODEL_SUFFIX));
     match names.next() {
         Some(_) => Ok(dir.to_owned()),
-        None => Err(wrong(
+        None => Err(file_error(
             latest,
             format!(
                 "this file, which names the tag, is missing; folders here: {}; give the tag, or the folder that was \

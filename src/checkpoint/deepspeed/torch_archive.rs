@@ -40,7 +40,7 @@ impl TorchArchive {
         let io = |source| Error::Io { action: "read", path: path.to_owned(), source };
         let file = files::open(path).map_err(io)?;
         let length = file.metadata().map_err(io)?.len();
-        Self::read_entries(path, file, length).map_err(|problem| damaged(path, &problem))
+        Self::read_entries(path, file, length).map_err(|problem| damaged_error(path, &problem))
     }
 
     fn read_entries(path: &Path, file: File, file_length: u64) -> Result<(Self, Pickle), PickleProblem> {
@@ -74,7 +74,7 @@ impl TorchArchive {
     }
 
     /// Returns the size in bytes of all storages.
-    pub fn stored(&self) -> u64 {
+    pub fn storage_bytes(&self) -> u64 {
         self.storages.values().fold(0, |sum, span| sum.saturating_add(span.length))
     }
 
@@ -85,12 +85,12 @@ impl TorchArchive {
 
     /// Returns the byte range of elements `range` of `tensor`.
     fn span(&self, tensor: &StoredTensor, range: Range<usize>) -> Result<StorageSpan, PickleProblem> {
-        let StoredTensor { place, storage, kind, start, length, .. } = tensor;
+        let StoredTensor { path, storage, kind, start, length, .. } = tensor;
         let entry = self.storages.get(storage);
         if *length == 0 {
             return Ok(StorageSpan { start: 0, length: 0 });
         }
-        let entry = entry.ok_or_else(|| format!("{place}: the archive has no storage data/{storage}"))?;
+        let entry = entry.ok_or_else(|| format!("{path}: the archive has no storage data/{storage}"))?;
         let bytes = |elements: usize| u64::try_from(elements.checked_mul(kind.size())?).ok();
         let byte_position = |element: usize| bytes(start.checked_add(element)?).filter(|end| *end <= entry.length);
         let span = || match (byte_position(range.start), byte_position(range.end)) {
@@ -101,7 +101,7 @@ impl TorchArchive {
         };
         span().ok_or_else(|| {
             format!(
-                "{place}: elements {} to {} of a tensor of {} that starts at element {start} are not in \
+                "{path}: elements {} to {} of a tensor of {} that starts at element {start} are not in \
                  data/{storage}, which has {}",
                 range.start,
                 range.end,
@@ -113,7 +113,7 @@ impl TorchArchive {
 
     /// Reads elements `range` of `tensor` into `out`, which has the same length.
     pub fn read(&self, tensor: &StoredTensor, range: Range<usize>, out: &mut [f32]) -> Result<()> {
-        let span = self.span(tensor, range).map_err(|problem| damaged(&self.path, &problem))?;
+        let span = self.span(tensor, range).map_err(|problem| damaged_error(&self.path, &problem))?;
         let io = |source| Error::Io { action: "read", path: self.path.clone(), source };
         let mut file = files::open(&self.path).map_err(io)?;
         file.seek(SeekFrom::Start(span.start)).map_err(io)?;
@@ -129,7 +129,7 @@ impl TorchArchive {
 
     /// Reads all elements of `tensor` as raw bytes.
     pub fn read_bytes(&self, tensor: &StoredTensor) -> Result<Vec<u8>> {
-        let span = self.span(tensor, 0..tensor.length).map_err(|problem| damaged(&self.path, &problem))?;
+        let span = self.span(tensor, 0..tensor.length).map_err(|problem| damaged_error(&self.path, &problem))?;
         let io = |source| Error::Io { action: "read", path: self.path.clone(), source };
         let mut file = files::open(&self.path).map_err(io)?;
         file.seek(SeekFrom::Start(span.start)).map_err(io)?;
@@ -143,7 +143,7 @@ impl TorchArchive {
     pub fn verify(&self) -> Result<()> {
         let io = |source| Error::Io { action: "read", path: self.path.clone(), source };
         let file = files::open(&self.path).map_err(io)?;
-        verify(BufReader::new(file)).map_err(|problem| damaged(&self.path, &problem))
+        verify(BufReader::new(file)).map_err(|problem| damaged_error(&self.path, &problem))
     }
 }
 
@@ -158,7 +158,7 @@ fn verify(file: BufReader<File>) -> Result<(), PickleProblem> {
 }
 
 /// Returns the error for a file that cannot be understood.
-pub(super) fn damaged(path: &Path, problem: &str) -> Error {
+pub(super) fn damaged_error(path: &Path, problem: &str) -> Error {
     let problem = format!(
         "{problem}; the file is damaged, or its layout is not DeepSpeed 0.19's; copy it again, or save the checkpoint \
          again with that version"

@@ -12,7 +12,7 @@ fn put(dir: &Path, folder: &Path, tag: &str, steps: u64) {
 }
 
 fn steps(dir: &Path, tag: &str) -> u64 {
-    Manifest::read(&existing(dir, tag).unwrap().join(MANIFEST)).unwrap().global_steps
+    Manifest::read(&find_tag_folder(dir, tag).unwrap().join(MANIFEST)).unwrap().global_steps
 }
 
 #[test]
@@ -23,11 +23,13 @@ fn without_locks_only_what_a_dead_process_of_this_system_left_is_removed() {
     let this = OwnerProcess::this().unwrap();
     assert_eq!(OwnerProcess::of_text(&this.to_text()), OwnerProcess::this());
     let put = |tag: &str, owner: Option<OwnerProcess>| {
-        std::fs::create_dir(saving(dir, tag)).unwrap();
-        owner.iter().for_each(|owner| std::fs::write(saving(dir, tag).join(OWNER_FILE), owner.to_text()).unwrap());
+        std::fs::create_dir(unfinished_path(dir, tag)).unwrap();
+        owner
+            .iter()
+            .for_each(|owner| std::fs::write(unfinished_path(dir, tag).join(OWNER_FILE), owner.to_text()).unwrap());
     };
     put("living", None);
-    record_owner(&saving(dir, "living"), Err(Errno::NOLCK)).unwrap();
+    record_owner(&unfinished_path(dir, "living"), Err(Errno::NOLCK)).unwrap();
     put("dead", Some(OwnerProcess { pid: this.pid, start_time: "1".into(), system: this.system.clone() }));
     put("unknown", None);
     put("elsewhere", Some(OwnerProcess { pid: this.pid, start_time: "1".into(), system: "other/pid:[1]".into() }));
@@ -57,7 +59,7 @@ fn a_checkpoint_is_replaced_where_names_cannot_be_exchanged() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     put(dir, &dir.join("T"), "T", 1);
-    put(dir, &saving(dir, "T"), "T", 2);
+    put(dir, &unfinished_path(dir, "T"), "T", 2);
     replace(dir, "T").unwrap();
     assert_eq!((tags(dir), steps(dir, "T")), (vec!["T".to_string()], 2));
     assert_eq!(std::fs::read_dir(dir).unwrap().count(), 1);
@@ -70,7 +72,7 @@ fn what_a_job_that_died_while_it_replaced_a_checkpoint_left_loads_and_is_put_rig
         let dir = dir.path();
         // The job died between the two renames.
         put(dir, &dir.join(&old), "T", 1);
-        put(dir, &saving(dir, "T"), "T", 2);
+        put(dir, &unfinished_path(dir, "T"), "T", 2);
         assert_eq!(tags(dir), Vec::<String>::new(), "{old}");
         if old.starts_with('.') {
             assert_eq!(steps(dir, "T"), 1);
@@ -80,7 +82,7 @@ fn what_a_job_that_died_while_it_replaced_a_checkpoint_left_loads_and_is_put_rig
         // The job died before the old one was removed.
         put(dir, &dir.join(&old), "T", 0);
         assert_eq!(tags(dir), ["T"]);
-        put(dir, &saving(dir, "T"), "T", 3);
+        put(dir, &unfinished_path(dir, "T"), "T", 3);
         replace(dir, "T").unwrap();
         drop(begin(dir, "other").unwrap());
         assert_eq!((tags(dir), steps(dir, "T"), dir.join(&old).exists()), (vec!["T".to_string()], 3, false));

@@ -41,7 +41,7 @@ pub(crate) fn check(url: &str) -> Result<()> {
 /// Runs a future on this thread, which must not belong to another runtime.
 pub(super) fn block_on<T>(url: &str, work: impl AsyncFnOnce() -> Result<T>) -> Result<T> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let runtime = runtime.map_err(|e| wrong(url, format!("cannot create a runtime for it: {e}")))?;
+    let runtime = runtime.map_err(|e| store_error(url, format!("cannot create a runtime for it: {e}")))?;
     runtime.block_on(work())
 }
 
@@ -52,7 +52,7 @@ pub(super) fn run<T: Send>(url: &str, work: impl AsyncFnOnce() -> Result<T> + Se
 }
 
 /// Returns an error about the store as a whole.
-pub(super) fn wrong(url: &str, problem: String) -> Error {
+pub(super) fn store_error(url: &str, problem: String) -> Error {
     CheckpointError::Store { url: url.to_owned(), problem }.into()
 }
 
@@ -88,15 +88,18 @@ impl ObjectBucket {
     /// created.
     pub fn open(url: &str) -> Result<Self> {
         let invalid_address = || {
-            wrong(url, "it is not the address of an object store; give s3://BUCKET/PREFIX, or file:///FOLDER".into())
+            store_error(
+                url,
+                "it is not the address of an object store; give s3://BUCKET/PREFIX, or file:///FOLDER".into(),
+            )
         };
-        let settings = |e: StoreError| wrong(url, format!("{e}; correct the environment variables AWS_..."));
+        let settings = |e: StoreError| store_error(url, format!("{e}; correct the environment variables AWS_..."));
         if let Some(folder) = url.strip_prefix("file://") {
             if !folder.starts_with('/') {
                 return Err(invalid_address());
             }
             std::fs::create_dir_all(folder)
-                .map_err(|e| wrong(url, format!("{e}; give a folder that can be created")))?;
+                .map_err(|e| store_error(url, format!("{e}; give a folder that can be created")))?;
             let store = LocalFileSystem::new_with_prefix(folder).map_err(settings)?;
             return Ok(Self::new(Arc::new(store.with_fsync(true)), Key::default(), url));
         }
@@ -129,9 +132,9 @@ impl ObjectBucket {
     }
 
     /// Returns the error for a failed action on an object.
-    pub fn failed(&self, action: &str, names: &[&str], why: &dyn std::fmt::Display) -> Error {
+    pub fn object_error(&self, action: &str, names: &[&str], why: &dyn std::fmt::Display) -> Error {
         let key = self.key(names);
-        wrong(&self.url, format!("{action} {key}: {why}"))
+        store_error(&self.url, format!("{action} {key}: {why}"))
     }
 
     fn request_error(&self, action: &str, names: &[&str], why: &StoreError) -> Error {
@@ -142,7 +145,7 @@ impl ObjectBucket {
             }
             _ => "check that the store is reachable (AWS_ENDPOINT_URL, AWS_REGION)",
         };
-        self.failed(action, names, &format!("{why}; {fix}"))
+        self.object_error(action, names, &format!("{why}; {fix}"))
     }
 
     /// Writes a small object.
@@ -164,14 +167,14 @@ impl ObjectBucket {
         let upload = self.store.put_multipart(&self.key(names)).await;
         let upload = upload.map_err(|e| self.request_error("cannot write", names, &e))?;
         let mut upload = WriteMultipart::new_with_chunk_size(upload, part as usize);
-        let read = |e: std::io::Error| self.failed("cannot send", names, &format!("{}: {e}", path.display()));
+        let read = |e: std::io::Error| self.object_error("cannot send", names, &format!("{}: {e}", path.display()));
         let parts = async {
             let mut file = File::open(path).map_err(read)?;
             let mut buffer = vec![0; part.min(bytes) as usize];
             let mut sent = 0;
             while sent < bytes {
                 if stop.load(Ordering::Relaxed) {
-                    return Err(self.failed("stopped writing", names, &"another rank failed"));
+                    return Err(self.object_error("stopped writing", names, &"another rank failed"));
                 }
                 let chunk = &mut buffer[..(bytes - sent).min(part) as usize];
                 file.read_exact(chunk).map_err(read)?;
@@ -202,7 +205,11 @@ impl ObjectBucket {
         };
         let bytes = response.meta.size;
         if bytes > limit {
-            return Err(self.failed("cannot read", names, &format!("it has {bytes} bytes, but only {limit} are read")));
+            return Err(self.object_error(
+                "cannot read",
+                names,
+                &format!("it has {bytes} bytes, but only {limit} are read"),
+            ));
         }
         Ok(Some(response.bytes().await.map_err(request_error)?.to_vec()))
     }
@@ -220,9 +227,9 @@ impl ObjectBucket {
             let part = self.store.get_range(&self.key(names), at..bytes.min(at + 2 * MIN_PART_BYTES)).await;
             let part = part.map_err(|e| self.request_error("cannot read", names, &e))?;
             if part.is_empty() {
-                return Err(self.failed("cannot read", names, &format!("it ends after {at} of {bytes} bytes")));
+                return Err(self.object_error("cannot read", names, &format!("it ends after {at} of {bytes} bytes")));
             }
-            file.write_all_at(&part, at).map_err(|e| self.failed("cannot save", names, &e))?;
+            file.write_all_at(&part, at).map_err(|e| self.object_error("cannot save", names, &e))?;
             at += part.len() as u64;
             on_progress(at);
         }
@@ -249,7 +256,7 @@ impl ObjectBucket {
         let names = [tag, MANIFEST];
         let Some(bytes) = self.get(&names, MAX_MANIFEST_BYTES).await? else { return Ok(None) };
         let parsed = Manifest::parse(&String::from_utf8_lossy(&bytes));
-        parsed.map(Some).map_err(|problem| self.failed("cannot use", &names, &problem))
+        parsed.map(Some).map_err(|problem| self.object_error("cannot use", &names, &problem))
     }
 
     /// Removes an object and ignores errors.

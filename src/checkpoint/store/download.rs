@@ -5,17 +5,17 @@
 //! are read, and reused if they match.
 
 use super::DownloadedCheckpoint;
-use super::bucket::{ObjectBucket, buffers_object, objects, rank_object, run, wrong};
+use super::bucket::{ObjectBucket, buffers_object, objects, rank_object, run, store_error};
 use crate::checkpoint::buffers;
 use crate::checkpoint::folder::{FETCHED_PREFIX, LATEST, MAX_LATEST_BYTES, check_tag};
 use crate::checkpoint::manifest::{MANIFEST, Manifest};
-use crate::checkpoint::rank_agreement::failed_elsewhere;
+use crate::checkpoint::rank_agreement::remote_failure;
 use crate::checkpoint::rank_file::RankFileReader;
 use crate::checkpoint::ranks_by_folder::RanksByFolder;
 use crate::comm::Communicator;
 use crate::comm::agree::{JointOperationFailure, agree, text_of_rank_0};
 use crate::error::{CheckpointError, Error, Result};
-use crate::files::{FolderLock, FolderLockOutcome, new_beside, private_folder, write_whole};
+use crate::files::{FolderLock, FolderLockOutcome, new_temp_file, private_folder, write_atomically};
 use crate::notice::{emit, warn};
 use crate::util::{cache_home, list};
 use std::cmp::Reverse;
@@ -41,7 +41,7 @@ pub(crate) fn fetch(
     url: &str,
     tag: Option<&str>,
 ) -> Result<Option<DownloadedCheckpoint>, JointOperationFailure> {
-    let elsewhere = || failed_elsewhere(Path::new(url));
+    let elsewhere = || remote_failure(Path::new(url));
     let choose = || {
         let bucket = ObjectBucket::open(url)?;
         run(url, async || choose(&bucket, tag).await)
@@ -53,12 +53,12 @@ pub(crate) fn fetch(
     }
     let dir = folder_of(url);
     let hosts = RanksByFolder::by_neighbours(comm, &dir)?;
-    let bring = || {
+    let download = || {
         let bucket = ObjectBucket::open(url)?;
-        run(url, async || bring(&bucket, &tag, &dir, comm.rank() == 0).await)
+        run(url, async || download(&bucket, &tag, &dir, comm.rank() == 0).await)
     };
-    let brought = hosts.makes_folder().then(bring).transpose();
-    let lock = agree(comm, brought, elsewhere())?;
+    let downloaded = hosts.makes_folder().then(download).transpose();
+    let lock = agree(comm, downloaded, elsewhere())?;
     Ok(Some(DownloadedCheckpoint { dir, tag, _lock: lock }))
 }
 
@@ -77,7 +77,7 @@ pub(super) async fn choose(bucket: &ObjectBucket, tag: Option<&str>) -> Result<O
         check_tag(Path::new(bucket.url()), tag)?;
         return match steps_if_complete(bucket, tag).await? {
             Ok(_) => Ok(Some(tag.to_owned())),
-            Err(problem) => Err(wrong(bucket.url(), format!("{tag} is incomplete: {problem}; give another tag"))),
+            Err(problem) => Err(store_error(bucket.url(), format!("{tag} is incomplete: {problem}; give another tag"))),
         };
     }
     let latest =
@@ -99,7 +99,7 @@ pub(super) async fn choose(bucket: &ObjectBucket, tag: Option<&str>) -> Result<O
     complete.sort();
     match complete.into_iter().next() {
         None if notes.is_empty() => Ok(None),
-        None => Err(wrong(
+        None => Err(store_error(
             bucket.url(),
             format!(
                 "no checkpoint in it is complete ({}); to start from scratch, give a different address or remove these \
@@ -135,16 +135,22 @@ async fn steps_if_complete(bucket: &ObjectBucket, tag: &str) -> Result<std::resu
 
 /// Downloads the files of `tag` into `dir`, from which other checkpoints are removed, and checks every byte. Until the
 /// result is dropped, no other job writes there.
-pub(super) async fn bring(bucket: &ObjectBucket, tag: &str, dir: &Path, reports_progress: bool) -> Result<FolderLock> {
+pub(super) async fn download(
+    bucket: &ObjectBucket,
+    tag: &str,
+    dir: &Path,
+    reports_progress: bool,
+) -> Result<FolderLock> {
     let manifest = bucket.manifest(tag).await?;
-    let manifest = manifest.ok_or_else(|| bucket.failed("cannot read", &[tag, MANIFEST], &"it no longer exists"))?;
+    let manifest =
+        manifest.ok_or_else(|| bucket.object_error("cannot read", &[tag, MANIFEST], &"it no longer exists"))?;
     let folder = dir.join(tag);
     let io = |action| move |source| Error::Io { action, path: dir.to_owned(), source };
     private_folder(dir).map_err(io("create"))?;
-    let lock = match FolderLock::ask(dir, PEER_FETCH_TIMEOUT).map_err(io("lock"))? {
+    let lock = match FolderLock::acquire(dir, PEER_FETCH_TIMEOUT).map_err(io("lock"))? {
         FolderLockOutcome::Held(lock) => lock,
         FolderLockOutcome::Busy(_) => {
-            return Err(wrong(
+            return Err(store_error(
                 bucket.url(),
                 format!("another job is downloading to {} or loading from it; wait until it is done", dir.display()),
             ));
@@ -165,7 +171,7 @@ pub(super) async fn bring(bucket: &ObjectBucket, tag: &str, dir: &Path, reports_
     let buffers = manifest.buffers.iter().map(|file| (&file.name, buffers_object(file), file.bytes));
     for (number, (name, object, bytes)) in ranks.chain(buffers).enumerate() {
         if check_file(&folder, &manifest, number).is_err() {
-            let file = new_beside(&folder, FETCHED_PREFIX).map_err(io("write"))?;
+            let file = new_temp_file(&folder, FETCHED_PREFIX).map_err(io("write"))?;
             let on_progress = |done: u64| {
                 if reports_progress && last_report.elapsed() >= REPORT_INTERVAL {
                     last_report = Instant::now();
@@ -176,12 +182,12 @@ pub(super) async fn bring(bucket: &ObjectBucket, tag: &str, dir: &Path, reports_
             file.persist(folder.join(name)).map_err(|e| io("write")(e.error))?;
             if let Err(error) = check_file(&folder, &manifest, number) {
                 let problem = format!("it is damaged there: {error}");
-                return Err(bucket.failed("cannot use", &[tag, &object], &problem));
+                return Err(bucket.object_error("cannot use", &[tag, &object], &problem));
             }
         }
         finished_bytes += bytes;
     }
-    write_whole(&folder.join(MANIFEST), FETCHED_PREFIX, manifest.to_text().as_bytes())
+    write_atomically(&folder.join(MANIFEST), FETCHED_PREFIX, manifest.to_text().as_bytes())
         .map(|_| lock)
         .map_err(io("write"))
 }

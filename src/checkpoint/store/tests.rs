@@ -2,7 +2,7 @@
 //! damaged.
 
 use super::bucket::{ObjectBucket, objects, run};
-use super::download::{bring, choose};
+use super::download::{choose, download};
 use super::upload::CheckpointUpload;
 use super::{UploadRequest, address};
 use crate::checkpoint::folder::LATEST;
@@ -55,15 +55,15 @@ impl Store {
 
     fn start(&self, folder: &Path, rank: usize) -> CheckpointUpload {
         let request = UploadRequest { url: URL.into(), folder: folder.to_owned(), rank, piece: rank, is_latest: true };
-        CheckpointUpload::to(self.bucket(), request).unwrap()
+        CheckpointUpload::start_in(self.bucket(), request).unwrap()
     }
 
     fn choose(&self, tag: Option<&str>) -> Result<Option<String>> {
         run(URL, async || choose(&self.bucket(), tag).await)
     }
 
-    fn bring(&self, tag: &str, dir: &Path) -> Result<FolderLock> {
-        run(URL, async || bring(&self.bucket(), tag, dir, false).await)
+    fn download(&self, tag: &str, dir: &Path) -> Result<FolderLock> {
+        run(URL, async || download(&self.bucket(), tag, dir, false).await)
     }
 
     fn objects(&self, tag: &str) -> Vec<String> {
@@ -127,21 +127,21 @@ fn a_checkpoint_comes_back_as_it_was_sent() {
     // `latest` names the checkpoint that was sent last.
     store.send(&one);
     assert_eq!(store.choose(None).unwrap().as_deref(), Some("one"));
-    store.bring("two", target.path()).unwrap();
+    store.download("two", target.path()).unwrap();
     assert!(is_same(&two, &target.path().join("two")));
     // One checkpoint is kept at a time, and damaged files are downloaded again.
-    store.bring("one", target.path()).unwrap();
+    store.download("one", target.path()).unwrap();
     assert!(!target.path().join("two").exists());
     let file = target.path().join("one/rank_00001_of_00002.safetensors");
     let mut bytes = std::fs::read(&file).unwrap();
     *bytes.last_mut().unwrap() ^= 1;
     std::fs::write(&file, bytes).unwrap();
-    store.bring("one", target.path()).unwrap();
+    store.download("one", target.path()).unwrap();
     assert!(is_same(&one, &target.path().join("one")));
     // Another checkpoint of the same name replaces the first one completely.
     let other = save(&dir.path().join("other"), "one", 3);
     store.send(&other);
-    store.bring("one", target.path()).unwrap();
+    store.download("one", target.path()).unwrap();
     assert!(is_same(&other, &target.path().join("one")));
     assert_eq!(store.objects("one").len(), 3);
 }
@@ -151,8 +151,8 @@ fn no_other_job_fetches_into_a_folder_until_what_came_is_loaded() {
     let (dir, target, store) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap(), Store::new());
     store.send(&save(dir.path(), "one", 1));
     let is_free =
-        || matches!(FolderLock::ask(target.path(), std::time::Duration::ZERO).unwrap(), FolderLockOutcome::Held(_));
-    let lock = store.bring("one", target.path()).unwrap();
+        || matches!(FolderLock::acquire(target.path(), std::time::Duration::ZERO).unwrap(), FolderLockOutcome::Held(_));
+    let lock = store.download("one", target.path()).unwrap();
     assert!(!is_free());
     drop(lock);
     assert!(is_free());
@@ -213,7 +213,7 @@ fn an_object_that_is_damaged_is_named() {
     let at = bytes.len() - 9;
     bytes[at] ^= 1;
     store.put(&["one", &object], &bytes);
-    let problem = store.bring("one", target.path()).unwrap_err().to_string();
+    let problem = store.download("one", target.path()).unwrap_err().to_string();
     assert!(problem.contains(&format!("cannot use runs/one/one/{object}: it is damaged there: ")), "{problem}");
     assert!(!target.path().join("one").join(MANIFEST).exists());
 }

@@ -7,10 +7,10 @@
 //! ```
 
 use super::UploadRequest;
-use super::bucket::{ObjectBucket, block_on, buffers_object, objects, rank_object, wrong};
+use super::bucket::{ObjectBucket, block_on, buffers_object, objects, rank_object, store_error};
 use crate::checkpoint::folder::LATEST;
 use crate::checkpoint::manifest::{MANIFEST, Manifest};
-use crate::checkpoint::rank_agreement::failed_elsewhere;
+use crate::checkpoint::rank_agreement::remote_failure;
 use crate::comm::Communicator;
 use crate::comm::agree::{JointOperationFailure, agree};
 use crate::error::Result;
@@ -45,10 +45,12 @@ impl CheckpointUpload {
     /// Fails if the address is invalid or a thread cannot be created.
     pub fn start(request: UploadRequest) -> Result<Option<Self>> {
         let (bucket, url) = (ObjectBucket::open(&request.url)?, request.url.clone());
-        Self::to(bucket, request).map(Some).map_err(|e| wrong(&url, format!("cannot start a thread for it: {e}")))
+        Self::start_in(bucket, request)
+            .map(Some)
+            .map_err(|e| store_error(&url, format!("cannot start a thread for it: {e}")))
     }
 
-    pub(super) fn to(bucket: ObjectBucket, request: UploadRequest) -> std::io::Result<Self> {
+    pub(super) fn start_in(bucket: ObjectBucket, request: UploadRequest) -> std::io::Result<Self> {
         let (result_sender, send_result) = channel();
         let stop = Arc::<AtomicBool>::default();
         let (url, stopped) = (request.url.clone(), stop.clone());
@@ -67,12 +69,13 @@ impl CheckpointUpload {
     /// # Errors
     /// Fails on all ranks if an object could not be sent, and if a collective fails.
     pub fn wait(mut self, comm: &dyn Communicator) -> Result<(), JointOperationFailure> {
-        let elsewhere = || failed_elsewhere(Path::new(&self.url));
+        let elsewhere = || remote_failure(Path::new(&self.url));
         // A thread that ends without sending a result has panicked; the join below returns the error.
         let send_result = self.send_result.recv().unwrap_or(Ok(()));
         agree(comm, send_result, elsewhere())?;
         let joined = self.thread.take().map_or(Ok(Ok(())), JoinHandle::join);
-        let done = joined.unwrap_or_else(|_| Err(wrong(&self.url, "the thread that uploads to it panicked".into())));
+        let done =
+            joined.unwrap_or_else(|_| Err(store_error(&self.url, "the thread that uploads to it panicked".into())));
         agree(comm, done, elsewhere())
     }
 }

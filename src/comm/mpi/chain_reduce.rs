@@ -24,7 +24,7 @@
 //! 2 MESSAGES_IN_FLIGHT messages: 4.5 MiB in total, whatever the size of the sum. [`super::traffic_model`] gives the
 //! cost on the network.
 
-use super::chain_roles::{ChainRole, handed_by};
+use super::chain_roles::{ChainRole, receivers_from};
 use super::inter_host::{InterHostExchange, MESSAGES_IN_FLIGHT, Result};
 use super::intra_host::IntraHostSum;
 use super::link::{MessageTag, MpiTransfer};
@@ -53,7 +53,7 @@ pub(super) fn reduce(inter_host: &mut InterHostExchange, wire: WireFormat, input
     let layout = SlotLayout { wire, size, world };
     let blocks: Vec<_> = pieces(chunk, block_elements(&hosts, wire, chunk)).collect();
     let hands_over =
-        hosts.host_ranks().last().is_some_and(|last| last.clone().any(|rank| !handed_by(&hosts, rank).is_empty()));
+        hosts.host_ranks().last().is_some_and(|last| last.clone().any(|rank| !receivers_from(&hosts, rank).is_empty()));
     let hands_over = hands_over && role.last;
     let (partials, sums) = (VecDeque::new(), VecDeque::new());
     let mut chain = ChainReduce { inter_host, role, layout, input, chunk, at, partials, sums };
@@ -69,7 +69,7 @@ pub(super) fn reduce(inter_host: &mut InterHostExchange, wire: WireFormat, input
         }
         let ChainReduce { inter_host, role, layout, input, chunk, .. } = &mut chain;
         let intra_host =
-            IntraHostSum { layout: *layout, input, chunk: *chunk, owners: &role.owners, begins: role.first };
+            IntraHostSum { layout: *layout, input, chunk: *chunk, owners: &role.owners, starts_sum: role.first };
         intra_host.add_parts(inter_host, &mut partial, block)?;
         if chain.role.last {
             let sums_here = chain.give_sums(&partial, block)?;
@@ -106,9 +106,9 @@ struct ChainReduce<'a> {
 impl ChainReduce<'_> {
     /// Begins to receive the partial sums of a block.
     fn expect_partial(&mut self, block: &Range<usize>) -> Result<()> {
-        if let Some(before) = self.role.before {
+        if let Some(previous) = self.role.previous {
             let bytes = size_of::<f32>() * self.role.owners.len() * block.len();
-            self.partials.push_back(self.inter_host.receive(before, MessageTag::Data, bytes)?);
+            self.partials.push_back(self.inter_host.receive(previous, MessageTag::Data, bytes)?);
         }
         Ok(())
     }
@@ -117,7 +117,7 @@ impl ChainReduce<'_> {
     fn expect_sums(&mut self, block: &Range<usize>) -> Result<()> {
         if !self.role.last {
             self.sums.push_back(self.inter_host.receive(
-                self.role.giver,
+                self.role.sum_sender,
                 MessageTag::Data,
                 block.len() * self.layout.size,
             )?);
@@ -129,8 +129,8 @@ impl ChainReduce<'_> {
     /// the values have no meaning.
     fn take_partial(&mut self, block: &Range<usize>) -> Result<Vec<f32>> {
         let mut partial = vec![0f32; self.role.owners.len() * block.len()];
-        if let (Some(before), Some(transfer)) = (self.role.before, self.partials.pop_front()) {
-            let bytes = self.inter_host.finish(before, transfer)?;
+        if let (Some(previous), Some(transfer)) = (self.role.previous, self.partials.pop_front()) {
+            let bytes = self.inter_host.finish(previous, transfer)?;
             self.inter_host.count(bytes.len(), bytes.len());
             bytemuck::cast_slice_mut(&mut partial).copy_from_slice(&bytes);
         }
@@ -139,8 +139,8 @@ impl ChainReduce<'_> {
 
     /// Sends the partial sums of a block to the next host.
     fn pass_on(&mut self, partial: &[f32]) -> Result<()> {
-        if let Some(after) = self.role.after {
-            self.inter_host.send(after, MessageTag::Data, bytemuck::cast_slice(partial).to_vec())?;
+        if let Some(next) = self.role.next {
+            self.inter_host.send(next, MessageTag::Data, bytemuck::cast_slice(partial).to_vec())?;
             self.inter_host.limit_in_flight(MESSAGES_IN_FLIGHT)?;
         }
         Ok(())
@@ -172,9 +172,9 @@ impl ChainReduce<'_> {
 
     /// Shares, on the last host, the sums of a block with their owners on this host, and takes those of this rank.
     fn hand_over(&mut self, sums_here: &[Vec<u8>], block: &Range<usize>) -> Result<()> {
-        let (size, rank, giver) = (self.layout.size, self.inter_host.rank(), self.role.giver);
+        let (size, rank, sum_sender) = (self.layout.size, self.inter_host.rank(), self.role.sum_sender);
         let (hosts, local_ranks) = (self.inter_host.hosts.clone(), self.inter_host.hosts.local_ranks());
-        let index = handed_by(&hosts, giver).iter().position(|owner| *owner == rank);
+        let index = receivers_from(&hosts, sum_sender).iter().position(|owner| *owner == rank);
         for piece in pieces(block.len(), SLOT_BYTES / (local_ranks.len() * size)) {
             let (bytes, range) = (piece.len() * size, piece.start * size..piece.end * size);
             self.inter_host.local.piece(sums_here.len() * bytes, |slot| {
@@ -183,7 +183,7 @@ impl ChainReduce<'_> {
                     .for_each(|(to, sums)| to.copy_from_slice(&sums[range.clone()]));
             })?;
             if let Some(index) = index {
-                let sums = self.inter_host.local.peer(giver - local_ranks.start, index * bytes, bytes);
+                let sums = self.inter_host.local.peer(sum_sender - local_ranks.start, index * bytes, bytes);
                 let start = (self.at + block.start) * size;
                 self.input.as_bytes_mut()[start + range.start..start + range.end].copy_from_slice(sums);
             }
@@ -194,7 +194,7 @@ impl ChainReduce<'_> {
     /// Receives the sums of a block of this rank's chunk, from the last host.
     fn take_sums(&mut self, block: &Range<usize>) -> Result<()> {
         if let Some(transfer) = self.sums.pop_front() {
-            let bytes = self.inter_host.finish(self.role.giver, transfer)?;
+            let bytes = self.inter_host.finish(self.role.sum_sender, transfer)?;
             self.inter_host.count(bytes.len(), bytes.len());
             let start = (self.at + block.start) * self.layout.size;
             self.input.as_bytes_mut()[start..start + bytes.len()].copy_from_slice(&bytes);

@@ -12,11 +12,11 @@ pub(super) struct ChainRole {
     /// The owners of the chunks that this rank adds up for its lane, in order; empty if the rank serves no lane.
     pub owners: Vec<usize>,
     /// The rank that serves the lane on the previous host, if there is one.
-    pub before: Option<usize>,
+    pub previous: Option<usize>,
     /// The rank that serves the lane on the next host, if there is one.
-    pub after: Option<usize>,
+    pub next: Option<usize>,
     /// The rank on the last host that sends this rank the sums of its chunk.
-    pub giver: usize,
+    pub sum_sender: usize,
     /// Whether this rank's host is the first.
     pub first: bool,
     /// Whether this rank's host is the last.
@@ -26,16 +26,16 @@ pub(super) struct ChainRole {
 impl ChainRole {
     /// Returns the role of `rank`, which is on this host.
     pub(super) fn of(hosts: &HostTopology, rank: usize) -> Self {
-        let (host_ranks, host_index, lanes) = (hosts.host_ranks(), hosts.number(), hosts.lanes());
+        let (host_ranks, host_index, lanes) = (hosts.host_ranks(), hosts.host_index(), hosts.lanes());
         let (lane, last) = (rank - hosts.local_ranks().start, host_ranks.len() - 1);
         let lane_rank_on = |host: Option<usize>| {
             host.filter(|_| lane < lanes).and_then(|host| Some(host_ranks.get(host)?.start + lane))
         };
         Self {
             owners: (0..hosts.world_size()).filter(|owner| lane < lanes && owner % lanes == lane).collect(),
-            before: lane_rank_on(host_index.checked_sub(1)),
-            after: lane_rank_on(Some(host_index + 1)),
-            giver: host_ranks[last].start + rank % lanes,
+            previous: lane_rank_on(host_index.checked_sub(1)),
+            next: lane_rank_on(Some(host_index + 1)),
+            sum_sender: host_ranks[last].start + rank % lanes,
             first: host_index == 0,
             last: host_index == last,
         }
@@ -44,10 +44,10 @@ impl ChainRole {
     /// Returns the ranks of other hosts with which this rank exchanges messages, in order. The relation is symmetric.
     pub(super) fn partners(&self, hosts: &HostTopology) -> Vec<usize> {
         let local_ranks = hosts.local_ranks();
-        let mut partners: Vec<usize> = self.before.into_iter().chain(self.after).collect();
+        let mut partners: Vec<usize> = self.previous.into_iter().chain(self.next).collect();
         match self.last {
             true => partners.extend(self.owners.iter().filter(|owner| !local_ranks.contains(owner))),
-            false => partners.push(self.giver),
+            false => partners.push(self.sum_sender),
         }
         partners.sort_unstable();
         partners.dedup();
@@ -55,12 +55,13 @@ impl ChainRole {
     }
 }
 
-/// Returns the ranks of the last host, other than `giver`, that receive their sums from rank `giver` of that host.
-pub(super) fn handed_by(hosts: &HostTopology, giver: usize) -> Vec<usize> {
+/// Returns the ranks of the last host, other than `sum_sender`, that receive their sums from rank `sum_sender` of that
+/// host.
+pub(super) fn receivers_from(hosts: &HostTopology, sum_sender: usize) -> Vec<usize> {
     let last = hosts.host_ranks()[hosts.host_ranks().len() - 1].clone();
-    let lane = giver - last.start;
+    let lane = sum_sender - last.start;
     let lanes = hosts.lanes();
-    last.filter(|owner| lane < lanes && owner % lanes == lane && *owner != giver).collect()
+    last.filter(|owner| lane < lanes && owner % lanes == lane && *owner != sum_sender).collect()
 }
 
 #[cfg(test)]
@@ -101,8 +102,8 @@ mod tests {
                     assert!(other.partners(theirs).contains(&rank), "{counts:?}: {rank} and {partner}");
                     assert!(!hosts.local_ranks().contains(&partner));
                 }
-                let next = role.after.map(|after| all[after].1.before);
-                assert!(next.is_none_or(|before| before == Some(rank)), "{counts:?}");
+                let back = role.next.map(|next| all[next].1.previous);
+                assert!(back.is_none_or(|previous| previous == Some(rank)), "{counts:?}");
             }
         }
     }
@@ -113,13 +114,17 @@ mod tests {
             let all = all(counts);
             let last = all[0].0.host_ranks()[counts.len() - 1].clone();
             for (rank, (hosts, role)) in all.iter().enumerate() {
-                assert!(last.contains(&role.giver) && all[role.giver].1.owners.contains(&rank), "{counts:?}");
+                assert!(last.contains(&role.sum_sender) && all[role.sum_sender].1.owners.contains(&rank), "{counts:?}");
                 if role.last {
-                    assert_eq!(handed_by(hosts, role.giver).contains(&rank), role.giver != rank, "{counts:?}");
+                    assert_eq!(
+                        receivers_from(hosts, role.sum_sender).contains(&rank),
+                        role.sum_sender != rank,
+                        "{counts:?}"
+                    );
                 }
             }
             if counts.windows(2).all(|pair| pair[0] == pair[1]) {
-                assert!(last.clone().all(|rank| handed_by(&all[rank].0, rank).is_empty()), "{counts:?}");
+                assert!(last.clone().all(|rank| receivers_from(&all[rank].0, rank).is_empty()), "{counts:?}");
             }
         }
     }

@@ -8,7 +8,7 @@
 use super::inter_host::{InterHostExchange, MESSAGES_IN_FLIGHT, Result, message_bytes};
 use super::link::{MessageTag, MpiTransfer};
 use crate::comm::shm::collectives::{piece_of, sum_exact};
-use crate::comm::shm::partition::{give_each, given, pieces};
+use crate::comm::shm::partition::{pieces, received_from_peers, send_to_peers};
 use crate::comm::shm::quantized::sum_blocks;
 use crate::comm::wire::format::WireFormat;
 use crate::precision::{Flat, FlatRef};
@@ -48,7 +48,7 @@ pub(super) fn reduce(inter_host: &mut InterHostExchange, wire: WireFormat, input
             let bytes = encoded(piece.len());
             let range_of =
                 |owner: usize| owner * chunk + range.start + piece.start..owner * chunk + range.start + piece.end;
-            give_each(&mut inter_host.local, bytes, |r, part| match wire {
+            send_to_peers(&mut inter_host.local, bytes, |r, part| match wire {
                 WireFormat::Blocks(ints) => ints.encode(input.slice(range_of(local_ranks.start + r)), part),
                 _ => part.copy_from_slice(input.slice(range_of(local_ranks.start + r)).as_bytes()),
             })?;
@@ -58,7 +58,7 @@ pub(super) fn reduce(inter_host: &mut InterHostExchange, wire: WireFormat, input
             let from = encoded(piece.start);
             let (lower, higher) = parts.split_at(local_ranks.start);
             let peers: Vec<&[u8]> = (lower.iter().map(|part| &part[from..from + bytes]))
-                .chain(given(&inter_host.local, bytes, piece.len() * size))
+                .chain(received_from_peers(&inter_host.local, bytes, piece.len() * size))
                 .chain(higher.iter().map(|part| &part[from..from + bytes]))
                 .collect();
             let positions = (range_of(rank).start, at + range.start + piece.start);

@@ -24,7 +24,7 @@ use super::{chain_reduce, direct_reduce, host_sum_reduce};
 use crate::comm::collective_kind::CollectiveKind;
 use crate::comm::shm::collectives::{gather_of, piece_of};
 use crate::comm::shm::exchange::CollectiveThreadKind;
-use crate::comm::shm::partition::{StridedRanks, by_rank, of_group};
+use crate::comm::shm::partition::{StridedRanks, extract_group, sort_chunks_by_rank};
 use crate::comm::stats::counters::ReceivedBytes;
 use crate::comm::wire::format::WireFormat;
 use crate::precision::Flat;
@@ -40,7 +40,7 @@ pub(super) fn sum_of(
     chunk: usize,
 ) -> (WireFormat, ReduceAlgorithm) {
     if let WireFormat::BetweenHosts(_) = wire {
-        return (wire.inside(), algorithm(hosts, wire, dtype.size_in_bytes(), chunk));
+        return (wire.within_host(), algorithm(hosts, wire, dtype.size_in_bytes(), chunk));
     }
     // This is the wire format that a world of this size has on one machine.
     let (wire, _) = piece_of(hosts.world_size(), wire, dtype);
@@ -55,12 +55,12 @@ impl HierarchicalCollectives {
         Self(inter_host)
     }
 
-    pub(in crate::comm) fn run_by(&mut self, runner: CollectiveThreadKind) {
-        self.0.local.run_by(runner);
+    pub(in crate::comm) fn set_runner(&mut self, runner: CollectiveThreadKind) {
+        self.0.local.set_runner(runner);
     }
 
-    pub(in crate::comm) fn called_in(&mut self, call: u64) {
-        self.0.called_in(call);
+    pub(in crate::comm) fn set_engine_call(&mut self, call: u64) {
+        self.0.set_engine_call(call);
     }
 
     /// Returns the bytes received from other ranks in the current collective.
@@ -96,7 +96,7 @@ impl HierarchicalCollectives {
         let mut output = shard;
         output.reserve_exact(chunk * (world - 1));
         // If nothing goes between hosts, an encoding that applies only between hosts is not used.
-        let wire = if self.0.hosts.host_ranks().len() == 1 { wire.inside() } else { wire };
+        let wire = if self.0.hosts.host_ranks().len() == 1 { wire.within_host() } else { wire };
         let Some(code) = wire.code() else {
             output.extend_zeros(chunk * (world - 1));
             let bytes = output.as_bytes_mut();
@@ -130,7 +130,7 @@ impl HierarchicalCollectives {
         }
         let len = shard.len();
         let output = self.all_gather(wire, shard, tag)?;
-        Ok(of_group(output, StridedRanks::neighbours(self.0.rank(), ranks), len))
+        Ok(extract_group(output, StridedRanks::neighbours(self.0.rank(), ranks), len))
     }
 
     /// Runs a reduce-scatter to all ranks, then a gather of the sums of the ranks that have the same position in their
@@ -143,7 +143,7 @@ impl HierarchicalCollectives {
         mut input: Flat,
         tag: u64,
     ) -> Result<Flat> {
-        by_rank(&mut input, ranks, self.0.size());
+        sort_chunks_by_rank(&mut input, ranks, self.0.size());
         let mut sum = self.reduce_scatter(wire, input, tag)?;
         let (group, len) = (StridedRanks::across(self.0.rank(), ranks, self.0.size()), sum.len());
         let bytes = sum.size_in_bytes();
@@ -151,7 +151,7 @@ impl HierarchicalCollectives {
         if self.each_group_is_on_one_host(ranks) && hosts.host_ranks().iter().all(|host| host.len() == hosts.lanes()) {
             sum.extend_zeros(len * (group.len() - 1));
             let output = sum.as_bytes_mut();
-            output.copy_within(..bytes, group.place(self.0.rank()) * bytes);
+            output.copy_within(..bytes, group.position(self.0.rank()) * bytes);
             gather_across(&mut self.0, output, ranks)?;
             return Ok(sum);
         }
@@ -159,7 +159,7 @@ impl HierarchicalCollectives {
         let output = sum.as_bytes_mut();
         output.copy_within(..bytes, self.0.rank() * bytes);
         gather(&mut self.0, output, bytes)?;
-        Ok(of_group(sum, group, len))
+        Ok(extract_group(sum, group, len))
     }
 
     fn each_group_is_on_one_host(&self, ranks: usize) -> bool {

@@ -114,7 +114,7 @@ pub(super) fn reduce(
         }
         let mut partial = vec![0f32; sums.role.owners.len() * block.len()];
         let layout = SlotLayout { wire: WireFormat::Exact, size, world };
-        let intra_host = IntraHostSum { layout, input, chunk, owners: &sums.role.owners, begins: true };
+        let intra_host = IntraHostSum { layout, input, chunk, owners: &sums.role.owners, starts_sum: true };
         intra_host.add_parts(sums.inter_host, &mut partial, block)?;
         sums.give(&partial, block)?;
         if sums.own_partials.len() == MESSAGES_IN_FLIGHT {
@@ -176,7 +176,7 @@ impl HostSumReduce<'_> {
             self.inter_host.count(codes.len(), size_of_val(&own[..]));
             encoded_sums.push(codes);
         }
-        let sum = sum_of(self.code, &encoded_sums, &own, self.inter_host.hosts.number());
+        let sum = sum_of(self.code, &encoded_sums, &own, self.inter_host.hosts.host_index());
         input.slice_mut(self.at + block.start..self.at + block.end).copy_cast(FlatRef::F32(&sum));
         Ok(())
     }

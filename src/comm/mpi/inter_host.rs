@@ -61,7 +61,7 @@ impl InterHostExchange {
     pub(super) fn new(local: ShmExchange, link: GroupLink, hosts: Arc<HostTopology>, wait: MessageWait) -> Self {
         let notices = wait.peer_exit_notices.clone();
         Self {
-            local: local.waiting_with(move || notices.progress()),
+            local: local.with_wait_callback(move || notices.progress()),
             link,
             hosts,
             wait,
@@ -82,9 +82,9 @@ impl InterHostExchange {
         self.hosts.world_size()
     }
 
-    pub(super) fn called_in(&mut self, call: u64) {
+    pub(super) fn set_engine_call(&mut self, call: u64) {
         self.call = call;
-        self.local.called_in(call);
+        self.local.set_engine_call(call);
     }
 
     /// Returns the bytes received from other ranks in the current collective.

@@ -20,7 +20,7 @@ pub(super) struct IntraHostSum<'a> {
     pub owners: &'a [usize],
     /// Whether sums start with the part of this host's first rank; otherwise, they already contain the parts of other
     /// hosts.
-    pub begins: bool,
+    pub starts_sum: bool,
 }
 
 impl IntraHostSum<'_> {
@@ -77,7 +77,7 @@ impl IntraHostSum<'_> {
                 };
                 let parts: Vec<PartialSumTerm<'_>> =
                     local_ranks.clone().map(|r| if r == rank { own } else { part(r) }).collect();
-                add(&mut sum[piece.clone()], self.begins, &parts);
+                add(&mut sum[piece.clone()], self.starts_sum, &parts);
             }
         }
         Ok(())

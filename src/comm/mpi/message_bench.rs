@@ -29,7 +29,7 @@ impl MpiRank {
         if lane >= lanes {
             return Ok(());
         }
-        let (host_ranks, host_index) = (self.hosts.host_ranks(), self.hosts.number());
+        let (host_ranks, host_index) = (self.hosts.host_ranks(), self.hosts.host_index());
         let to = host_ranks[(host_index + 1) % host_ranks.len()].start + lane;
         let from = host_ranks[(host_index + host_ranks.len() - 1) % host_ranks.len()].start + lane;
         let (mut incoming, mut outgoing) = (VecDeque::new(), VecDeque::new());
@@ -51,7 +51,7 @@ impl MpiRank {
     ///
     /// # Errors
     /// Fails for the same reasons as [`MpiRank::send_around`].
-    pub(in crate::comm) fn one_way(&self) -> Result<Option<Duration>> {
+    pub(in crate::comm) fn one_way_latency(&self) -> Result<Option<Duration>> {
         let (rank, hosts) = (self.link.rank(), self.hosts.host_ranks());
         let (first, second) = (hosts[0].start, hosts[1].start);
         let mut times = Vec::new();

@@ -169,7 +169,7 @@ impl MpiRank {
     /// Waits until the ranks of other hosts have left too, as finalizing MPI would, unless one of them gives up.
     fn wait_for_others(&self) {
         while !self.link.has_failed() {
-            match (self.peer_exit_notices.all_told(), self.peer_exit_notices.failure()) {
+            match (self.peer_exit_notices.all_exchanged(), self.peer_exit_notices.failure()) {
                 (Ok(true), Ok(None)) => return,
                 (Ok(false), Ok(None)) => std::thread::sleep(std::time::Duration::from_millis(1)),
                 _ => self.link.fail(),
@@ -184,7 +184,11 @@ impl MpiRank {
         match self.region.first_failure() {
             // Only these faults have a text, which may come from another rank of this host: the notice names that rank.
             Some((rank, fault @ (RankFault::Died | RankFault::GaveUp))) if self.first() + rank != self.link.rank() => {
-                self.peer_exit_notices.give_up(&self.hosts, self.first() + rank, &self.region.explained(rank, fault));
+                self.peer_exit_notices.give_up(
+                    &self.hosts,
+                    self.first() + rank,
+                    &self.region.failure_text(rank, fault),
+                );
             }
             _ => self.peer_exit_notices.give_up(&self.hosts, self.link.rank(), why),
         }
@@ -192,7 +196,7 @@ impl MpiRank {
 }
 
 /// Returns this process's MPI rank, once it has joined.
-pub(super) fn entered() -> Option<&'static MpiRank> {
+pub(super) fn mpi_rank() -> Option<&'static MpiRank> {
     JOINED_RANK.get()
 }
 

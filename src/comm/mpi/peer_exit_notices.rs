@@ -147,7 +147,7 @@ impl PeerExitNotices {
     ///
     /// # Errors
     /// Fails if MPI fails.
-    pub(super) fn all_told(&self) -> Result<bool, CommError> {
+    pub(super) fn all_exchanged(&self) -> Result<bool, CommError> {
         self.failure()?;
         let mut state = lock(&self.state);
         let mut sent = true;

@@ -30,7 +30,7 @@ struct HostIdentity {
 
 impl HostIdentity {
     /// Identifies this host: its name, its boot ID, and its PID and network namespaces.
-    fn here() -> Self {
+    fn of_this_host() -> Self {
         let kernel = |file: &str| std::fs::read_to_string(format!("/proc/sys/kernel/{file}")).unwrap_or_default();
         let (name, boot) = (kernel("hostname").trim().to_string(), kernel("random/boot_id"));
         let namespace = |kind: &str| {
@@ -69,7 +69,7 @@ impl HostTopology {
     /// # Errors
     /// Fails if MPI fails, or if the ranks of one host are not consecutive.
     pub(super) fn exchange(link: &MpiLink) -> Result<Self> {
-        let all = link.gather(&HostIdentity::here().to_bytes())?;
+        let all = link.gather(&HostIdentity::of_this_host().to_bytes())?;
         Self::of(&all.iter().map(|bytes| HostIdentity::from_bytes(bytes)).collect::<Vec<_>>(), link.rank())
     }
 
@@ -134,7 +134,7 @@ impl HostTopology {
     }
 
     /// Returns the index of this host.
-    pub(super) fn number(&self) -> usize {
+    pub(super) fn host_index(&self) -> usize {
         self.host_index
     }
 
@@ -176,7 +176,7 @@ pub(super) fn share_region(link: &MpiLink, hosts: &HostTopology, rank: usize) ->
     let word = |at: usize| i32::from_le_bytes(all[local_ranks.start][at..at + 4].try_into().expect("four bytes"));
     let region = match created {
         Some(region) => {
-            region.let_in();
+            region.mark_all_started();
             region
         }
         None => {
@@ -227,7 +227,7 @@ mod tests {
 
     #[test]
     fn what_a_rank_tells_of_its_host_is_read_as_it_was() {
-        let here = HostIdentity::here();
+        let here = HostIdentity::of_this_host();
         assert_eq!(HostIdentity::from_bytes(&here.to_bytes()), here);
         assert!(!here.name.is_empty());
     }

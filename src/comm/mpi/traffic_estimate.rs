@@ -20,9 +20,9 @@ pub(crate) struct UniformHosts(HostTopology);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct InterHostTransferEstimate {
     /// The number of bytes received by the host that receives the most.
-    pub into: usize,
+    pub bytes_in: usize,
     /// The number of bytes sent by the host that sends the most.
-    pub out: usize,
+    pub bytes_out: usize,
     /// The number of messages from one rank to another.
     pub messages: usize,
     /// The number of these messages in flight at a time.
@@ -31,7 +31,7 @@ pub(crate) struct InterHostTransferEstimate {
     /// number of hosts.
     pub hops: usize,
     /// The bytes that cross a link in the hops after the first, while the link of the first hop is idle.
-    pub behind: usize,
+    pub later_hop_bytes: usize,
 }
 
 impl UniformHosts {
@@ -74,36 +74,64 @@ impl UniformHosts {
         let (wire, algorithm) = sum_of(hosts, wire, dtype, chunk);
         match algorithm {
             ReduceAlgorithm::Direct => {
-                let PeakHostTraffic { into, out } = direct_bytes(hosts.host_ranks(), wire, size, chunk);
+                let PeakHostTraffic { bytes_in, bytes_out } = direct_bytes(hosts.host_ranks(), wire, size, chunk);
                 let step = message_elements(wire, size, world - hosts.local_ranks().len());
                 let messages = chunk.div_ceil(step).max(1);
-                InterHostTransferEstimate { into, out, messages, window: MESSAGES_IN_FLIGHT, hops: 1, behind: 0 }
+                InterHostTransferEstimate {
+                    bytes_in,
+                    bytes_out,
+                    messages,
+                    window: MESSAGES_IN_FLIGHT,
+                    hops: 1,
+                    later_hop_bytes: 0,
+                }
             }
             ReduceAlgorithm::HostSums(code) => {
-                let PeakHostTraffic { into, out } = host_sum_bytes(hosts.host_ranks(), code, chunk);
+                let PeakHostTraffic { bytes_in, bytes_out } = host_sum_bytes(hosts.host_ranks(), code, chunk);
                 let messages = chunk.div_ceil(host_sum_reduce::block_elements(hosts, code, chunk)).max(1);
-                InterHostTransferEstimate { into, out, messages, window: MESSAGES_IN_FLIGHT, hops: 1, behind: 0 }
+                InterHostTransferEstimate {
+                    bytes_in,
+                    bytes_out,
+                    messages,
+                    window: MESSAGES_IN_FLIGHT,
+                    hops: 1,
+                    later_hop_bytes: 0,
+                }
             }
             ReduceAlgorithm::Chain => {
-                let PeakHostTraffic { into, out } = chain_bytes(hosts.host_ranks(), size, chunk);
+                let PeakHostTraffic { bytes_in, bytes_out } = chain_bytes(hosts.host_ranks(), size, chunk);
                 let block = block_elements(hosts, wire, chunk).min(chunk);
                 let (count, ranks) = (hosts.host_ranks().len(), hosts.local_ranks().len());
                 // These are the bytes of the first block on its way through the hosts in between, and of the last
                 // block's sums.
-                let behind = (count - 2) * size_of::<f32>() * world * block + (world - ranks) * block * size;
+                let later_hop_bytes = (count - 2) * size_of::<f32>() * world * block + (world - ranks) * block * size;
                 let messages = chunk.div_ceil(block.max(1)).max(1);
-                InterHostTransferEstimate { into, out, messages, window: MESSAGES_IN_FLIGHT, hops: count, behind }
+                InterHostTransferEstimate {
+                    bytes_in,
+                    bytes_out,
+                    messages,
+                    window: MESSAGES_IN_FLIGHT,
+                    hops: count,
+                    later_hop_bytes,
+                }
             }
         }
     }
 
     /// Returns the transfer for a gather of `part` bytes from each rank.
     fn gather(&self, part: usize) -> InterHostTransferEstimate {
-        let PeakHostTraffic { into, out } = gather_bytes(self.0.host_ranks(), part);
+        let PeakHostTraffic { bytes_in, bytes_out } = gather_bytes(self.0.host_ranks(), part);
         let step = message_bytes(self.0.host_ranks().len() - 1);
         // Each lane sends as many bytes as a rank has.
         let messages = part.div_ceil(step).max(1);
-        InterHostTransferEstimate { into, out, messages, window: MESSAGES_IN_FLIGHT, hops: 1, behind: 0 }
+        InterHostTransferEstimate {
+            bytes_in,
+            bytes_out,
+            messages,
+            window: MESSAGES_IN_FLIGHT,
+            hops: 1,
+            later_hop_bytes: 0,
+        }
     }
 }
 
@@ -130,7 +158,7 @@ mod tests {
             let [sum] = all.transfers(CollectiveKind::ReduceScatter, wire, DType::F32, chunk * world)[..] else {
                 panic!()
             };
-            assert_eq!(sum.into.max(sum.out), direct.min(chain), "{hosts} {each} {wire:?}");
+            assert_eq!(sum.bytes_in.max(sum.bytes_out), direct.min(chain), "{hosts} {each} {wire:?}");
             assert_eq!(sum.hops > 1, chain < direct);
             let lanes = if chain < direct { each } else { each * (world - each) };
             let main = if chain < direct { 4 * world * chunk } else { direct };
@@ -138,7 +166,7 @@ mod tests {
             let of_message = main.div_ceil(sum.messages * lanes);
             assert!(of_message <= MAX_MESSAGE_BYTES && of_message > MAX_MESSAGE_BYTES / 8, "{sum:?}");
             let [gather] = all.transfers(CollectiveKind::AllGather, wire, DType::F32, chunk)[..] else { panic!() };
-            assert_eq!((gather.into, gather.out), ((world - each) * e, each * e * (hosts - 1)));
+            assert_eq!((gather.bytes_in, gather.bytes_out), ((world - each) * e, each * e * (hosts - 1)));
             let both = all.transfers(CollectiveKind::AllReduce, wire, DType::F32, chunk * world);
             assert_eq!(both[0], sum);
             assert_eq!(both[1], all.transfers(CollectiveKind::AllGather, WireFormat::Exact, DType::F32, chunk)[0]);
@@ -158,11 +186,11 @@ mod tests {
             let [sum] = all.transfers(CollectiveKind::ReduceScatter, wire, DType::F32, chunk * world)[..] else {
                 panic!()
             };
-            assert_eq!((sum.into, sum.out, sum.hops), ((hosts - 1) * each * e, (world - each) * e, 1));
+            assert_eq!((sum.bytes_in, sum.bytes_out, sum.hops), ((hosts - 1) * each * e, (world - each) * e, 1));
             let of_message = e.div_ceil(sum.messages);
             assert!(of_message <= MAX_MESSAGE_BYTES && of_message > (16 << 10) / 2, "{sum:?}");
             let [gather] = all.transfers(CollectiveKind::AllGather, wire, DType::F32, chunk)[..] else { panic!() };
-            assert_eq!((gather.into, gather.out), ((world - each) * e, each * e * (hosts - 1)));
+            assert_eq!((gather.bytes_in, gather.bytes_out), ((world - each) * e, each * e * (hosts - 1)));
             // The sums of an all-reduce are sent unchanged.
             let both = all.transfers(CollectiveKind::AllReduce, wire, DType::F32, chunk * world);
             assert_eq!(both, [sum, all.transfers(CollectiveKind::AllGather, WireFormat::Exact, DType::F32, chunk)[0]]);
@@ -179,6 +207,6 @@ mod tests {
         else {
             panic!()
         };
-        assert_eq!((vote.into, vote.out, vote.messages), (8 * 24, 8 * 24, 1));
+        assert_eq!((vote.bytes_in, vote.bytes_out, vote.messages), (8 * 24, 8 * 24, 1));
     }
 }

@@ -50,19 +50,20 @@ pub(super) enum ReduceAlgorithm {
 /// The bytes received by the host that receives the most, and those sent by the host that sends the most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct PeakHostTraffic {
-    pub into: usize,
-    pub out: usize,
+    pub bytes_in: usize,
+    pub bytes_out: usize,
 }
 
 impl PeakHostTraffic {
     fn of(hosts: impl Iterator<Item = Self>) -> Self {
-        let max = |a: Self, b: Self| Self { into: a.into.max(b.into), out: a.out.max(b.out) };
-        hosts.fold(Self { into: 0, out: 0 }, max)
+        let max =
+            |a: Self, b: Self| Self { bytes_in: a.bytes_in.max(b.bytes_in), bytes_out: a.bytes_out.max(b.bytes_out) };
+        hosts.fold(Self { bytes_in: 0, bytes_out: 0 }, max)
     }
 
     /// Returns the bytes of the busier direction.
     fn busier_direction(self) -> usize {
-        self.into.max(self.out)
+        self.bytes_in.max(self.bytes_out)
     }
 }
 
@@ -88,7 +89,9 @@ pub(super) fn direct_bytes(hosts: &[Range<usize>], wire: WireFormat, size: usize
     let encoded = wire.encoded_len(chunk, size);
     // An estimate may count more bytes than fit in the type.
     let one_way = |ranks: &Range<usize>| (ranks.len() * (world - ranks.len())).saturating_mul(encoded);
-    PeakHostTraffic::of(hosts.iter().map(|ranks| PeakHostTraffic { into: one_way(ranks), out: one_way(ranks) }))
+    PeakHostTraffic::of(
+        hosts.iter().map(|ranks| PeakHostTraffic { bytes_in: one_way(ranks), bytes_out: one_way(ranks) }),
+    )
 }
 
 /// Returns the traffic if partial sums are sent.
@@ -96,8 +99,8 @@ pub(super) fn chain_bytes(hosts: &[Range<usize>], size: usize, chunk: usize) -> 
     let (world, last) = (hosts.last().map_or(0, |ranks| ranks.end), hosts.len() - 1);
     let partials = PARTIAL_SUM_BYTES * world * chunk;
     let of = |(host, ranks): (usize, &Range<usize>)| PeakHostTraffic {
-        into: if host > 0 { partials } else { 0 } + if host < last { ranks.len() * chunk * size } else { 0 },
-        out: if host < last { partials } else { (world - ranks.len()) * chunk * size },
+        bytes_in: if host > 0 { partials } else { 0 } + if host < last { ranks.len() * chunk * size } else { 0 },
+        bytes_out: if host < last { partials } else { (world - ranks.len()) * chunk * size },
     };
     PeakHostTraffic::of(hosts.iter().enumerate().map(of))
 }
@@ -106,8 +109,8 @@ pub(super) fn chain_bytes(hosts: &[Range<usize>], size: usize, chunk: usize) -> 
 pub(super) fn host_sum_bytes(hosts: &[Range<usize>], code: InterHostFormat, chunk: usize) -> PeakHostTraffic {
     let (world, encoded) = (hosts.last().map_or(0, |ranks| ranks.end), code.encoded_len(chunk));
     let of = |ranks: &Range<usize>| PeakHostTraffic {
-        into: ((hosts.len() - 1) * ranks.len()).saturating_mul(encoded),
-        out: (world - ranks.len()).saturating_mul(encoded),
+        bytes_in: ((hosts.len() - 1) * ranks.len()).saturating_mul(encoded),
+        bytes_out: (world - ranks.len()).saturating_mul(encoded),
     };
     PeakHostTraffic::of(hosts.iter().map(of))
 }
@@ -116,8 +119,8 @@ pub(super) fn host_sum_bytes(hosts: &[Range<usize>], code: InterHostFormat, chun
 pub(super) fn gather_bytes(hosts: &[Range<usize>], part: usize) -> PeakHostTraffic {
     let world = hosts.last().map_or(0, |ranks| ranks.end);
     let of = |ranks: &Range<usize>| PeakHostTraffic {
-        into: (world - ranks.len()).saturating_mul(part),
-        out: (ranks.len() * (hosts.len() - 1)).saturating_mul(part),
+        bytes_in: (world - ranks.len()).saturating_mul(part),
+        bytes_out: (ranks.len() * (hosts.len() - 1)).saturating_mul(part),
     };
     PeakHostTraffic::of(hosts.iter().map(of))
 }
@@ -161,18 +164,18 @@ mod tests {
         for (code, bytes) in
             [(InterHostFormat::Bf16, 8 * 2 * 1280), (InterHostFormat::Blocks(IntFormat::Int4), 8 * 680)]
         {
-            assert_eq!(coded(&[8, 8], code), PeakHostTraffic { into: bytes, out: bytes });
-            assert_eq!(coded(&[8, 8, 8], code), PeakHostTraffic { into: 2 * bytes, out: 2 * bytes });
+            assert_eq!(coded(&[8, 8], code), PeakHostTraffic { bytes_in: bytes, bytes_out: bytes });
+            assert_eq!(coded(&[8, 8, 8], code), PeakHostTraffic { bytes_in: 2 * bytes, bytes_out: 2 * bytes });
             assert_eq!(
                 coded(&[8, 4], code),
-                PeakHostTraffic { into: bytes, out: bytes },
+                PeakHostTraffic { bytes_in: bytes, bytes_out: bytes },
                 "eight owners receive on the first host; the second host sends to these eight"
             );
         }
         // The host with one rank receives the most, and the host with three ranks sends the most.
         let gather = |counts: &[usize]| gather_bytes(HostTopology::with(counts, 0).host_ranks(), 100);
-        assert_eq!(gather(&[3, 1]), PeakHostTraffic { into: 300, out: 300 });
-        assert_eq!(gather(&[2, 2, 2]), PeakHostTraffic { into: 400, out: 400 });
+        assert_eq!(gather(&[3, 1]), PeakHostTraffic { bytes_in: 300, bytes_out: 300 });
+        assert_eq!(gather(&[2, 2, 2]), PeakHostTraffic { bytes_in: 400, bytes_out: 400 });
     }
 
     #[test]

@@ -26,16 +26,16 @@ pub(super) fn join(env: &RankEnv) -> Result<(Arc<SharedMemoryRegion>, UnixStream
     let (rank, world) = (env.rank, env.world_size);
     let gone = || CommError::GoneBeforeStart { rank: 0 };
     if !PeerCredentials::of(&stream).map_err(system("check the socket of rank 0"))?.is_own() {
-        return Err(CommError::MeetingTaken { port: env.master_port }.into());
+        return Err(CommError::MasterPortInUse { port: env.master_port }.into());
     }
     JoinRequest { rank, world }.send(&stream).map_err(|_| gone())?;
     stream.set_read_timeout(Some(env.timeout + EXTRA_TIMEOUT)).map_err(system("wait on the socket of rank 0"))?;
     match messages::receive_reply(&stream) {
         Ok(Some(JoinReply::Welcome(memory))) => Ok((Arc::new(SharedMemoryRegion::open(memory, world)?), stream)),
-        Ok(Some(JoinReply::TurnedAway(why))) => Err(CommError::NotMet { why }.into()),
+        Ok(Some(JoinReply::Rejected(why))) => Err(CommError::RendezvousCancelled { why }.into()),
         Ok(None) => Err(gone().into()),
         Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
-            Err(CommError::FirstSilent { rank, limit: env.timeout + EXTRA_TIMEOUT }.into())
+            Err(CommError::Rank0Silent { rank, limit: env.timeout + EXTRA_TIMEOUT }.into())
         }
         Err(error) if error.kind() == ErrorKind::ConnectionReset => Err(gone().into()),
         Err(error) => Err(system("receive the memory that ranks share")(error).into()),
@@ -54,7 +54,7 @@ fn find(env: &RankEnv) -> Result<UnixStream> {
             Err(_) if start.elapsed() < env.timeout => std::thread::sleep(RETRY_INTERVAL),
             Err(_) => {
                 let (rank, port, world) = (env.rank, env.master_port, env.world_size);
-                return Err(CommError::FirstMissing { rank, world, port, limit: env.timeout }.into());
+                return Err(CommError::Rank0Missing { rank, world, port, limit: env.timeout }.into());
             }
         }
     }

@@ -29,11 +29,11 @@ struct MemberConnection {
 #[derive(Debug)]
 pub(super) enum MembershipEvent {
     /// A rank has connected.
-    Came,
+    Connected,
     /// The process of a rank has ended: it will send nothing more.
-    Gone(usize),
+    Disconnected(usize),
     /// A process cannot join.
-    Unfit(CommError),
+    Rejected(CommError),
 }
 
 impl RendezvousMembers {
@@ -43,7 +43,7 @@ impl RendezvousMembers {
     /// Fails if another process is listening on this port or a system call failed.
     pub(super) fn open(port: u16, world: usize) -> Result<Self> {
         let listener = UnixListener::bind_addr(&address(port)?).map_err(|error| match error.kind() {
-            std::io::ErrorKind::AddrInUse => CommError::MeetingTaken { port },
+            std::io::ErrorKind::AddrInUse => CommError::MasterPortInUse { port },
             _ => system("open a socket for the other ranks")(error),
         })?;
         Ok(Self { listener, port, world, connections: Vec::new() })
@@ -66,7 +66,7 @@ impl RendezvousMembers {
         let missing: Vec<String> =
             (0..self.world).filter(|rank| !connected[*rank]).map(|rank| rank.to_string()).collect();
         let (world, port) = (self.world, self.port);
-        CommError::RanksMissing { came: world - missing.len(), world, missing: list(&missing), port, limit }
+        CommError::RanksMissing { connected: world - missing.len(), world, missing: list(&missing), port, limit }
     }
 
     /// Waits for events, for at most `limit` (`None` means without a limit).
@@ -104,7 +104,7 @@ impl RendezvousMembers {
     fn read_request(&mut self, mut connection: MemberConnection) -> Option<MembershipEvent> {
         if let Some(rank) = connection.rank {
             // A rank sends nothing after its request, so an event on its connection means that it has closed its end.
-            return Some(MembershipEvent::Gone(rank));
+            return Some(MembershipEvent::Disconnected(rank));
         }
         let JoinRequest { rank, world } = JoinRequest::take(&connection.stream)?;
         let duplicate = self.connections.iter().find(|other| other.rank == Some(rank));
@@ -116,11 +116,11 @@ impl RendezvousMembers {
         } else {
             connection.rank = Some(rank);
             self.connections.push(connection);
-            return Some(MembershipEvent::Came);
+            return Some(MembershipEvent::Connected);
         };
         // If this fails, the process is already gone and needs no reason.
-        _ = messages::turn_away(&connection.stream, &error.to_string());
-        Some(MembershipEvent::Unfit(error))
+        _ = messages::reject(&connection.stream, &error.to_string());
+        Some(MembershipEvent::Rejected(error))
     }
 
     /// Sends all ranks the shared memory.
@@ -137,9 +137,9 @@ impl RendezvousMembers {
     }
 
     /// Sends all ranks the reason why the rendezvous failed.
-    pub(super) fn turn_away(self, why: &str) {
+    pub(super) fn reject_all(self, why: &str) {
         for connection in &self.connections {
-            _ = messages::turn_away(&connection.stream, why);
+            _ = messages::reject(&connection.stream, why);
         }
     }
 }

@@ -53,7 +53,7 @@ pub(super) fn welcome(to: &UnixStream, memory: BorrowedFd<'_>) -> io::Result<()>
 }
 
 /// Sends a rank the reason why it is not admitted.
-pub(super) fn turn_away(mut to: &UnixStream, why: &str) -> io::Result<()> {
+pub(super) fn reject(mut to: &UnixStream, why: &str) -> io::Result<()> {
     let text = &why.as_bytes()[..why.floor_char_boundary(MAX_REASON_BYTES)];
     to.write_all(&[&(text.len() as u32).to_le_bytes(), text].concat())
 }
@@ -64,7 +64,7 @@ pub(super) enum JoinReply {
     /// The descriptor of the shared memory.
     Welcome(OwnedFd),
     /// The reason why there is no descriptor.
-    TurnedAway(String),
+    Rejected(String),
 }
 
 /// Waits for rank 0's reply, up to the connection's time limit. Returns `None` if rank 0 has ended without replying.
@@ -82,6 +82,6 @@ pub(super) fn receive_reply(from: &UnixStream) -> io::Result<Option<JoinReply>> 
     });
     Ok(Some(match descriptor {
         Some(memory) => JoinReply::Welcome(memory),
-        None => JoinReply::TurnedAway(String::from_utf8_lossy(&bytes[4..read]).into_owned()),
+        None => JoinReply::Rejected(String::from_utf8_lossy(&bytes[4..read]).into_owned()),
     }))
 }

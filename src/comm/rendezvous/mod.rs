@@ -34,11 +34,11 @@ use std::sync::{Arc, OnceLock};
 pub(super) fn meet(env: &RankEnv) -> Result<Arc<SharedMemoryRegion>> {
     let region = if env.rank == 0 {
         let (region, members) = server::admit_all(env)?;
-        peer_watch::the_others(region.clone(), members)?;
+        peer_watch::watch_others(region.clone(), members)?;
         region
     } else {
         let (region, first) = client::join(env)?;
-        peer_watch::the_first(region.clone(), first)?;
+        peer_watch::watch_rank_0(region.clone(), first)?;
         region
     };
     if JOINED_REGION.set((region.clone(), env.rank)).is_ok() {

@@ -16,12 +16,12 @@ const UNREPORTED_DEATH: &str = "its process ended without a message";
 ///
 /// # Errors
 /// Fails if a system call failed.
-pub(super) fn the_others(region: Arc<SharedMemoryRegion>, mut members: RendezvousMembers) -> Result<(), CommError> {
+pub(super) fn watch_others(region: Arc<SharedMemoryRegion>, mut members: RendezvousMembers) -> Result<(), CommError> {
     watch(move || {
         // After a system error, deaths are detected only by missing heartbeats.
         while let Ok(all) = members.next(None) {
             for event in all {
-                if let MembershipEvent::Gone(rank) = event {
+                if let MembershipEvent::Disconnected(rank) = event {
                     handle_exit(&region, rank);
                 }
             }
@@ -33,7 +33,7 @@ pub(super) fn the_others(region: Arc<SharedMemoryRegion>, mut members: Rendezvou
 ///
 /// # Errors
 /// Fails if a system call failed.
-pub(super) fn the_first(region: Arc<SharedMemoryRegion>, mut stream: UnixStream) -> Result<(), CommError> {
+pub(super) fn watch_rank_0(region: Arc<SharedMemoryRegion>, mut stream: UnixStream) -> Result<(), CommError> {
     stream.set_read_timeout(None).map_err(system("wait on the socket of a rank"))?;
     watch(move || {
         // Rank 0 sends nothing: the read returns when rank 0 is gone.

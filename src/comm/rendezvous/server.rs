@@ -20,14 +20,14 @@ pub(super) fn admit_all(env: &RankEnv) -> Result<(Arc<SharedMemoryRegion>, Rende
         // Child processes of a rank must not keep the region alive.
         rustix::io::fcntl_setfd(region.as_fd(), rustix::io::FdFlags::CLOEXEC)
             .map_err(|error| system("open the memory that ranks share")(error.into()))?;
-        region.let_in();
+        region.mark_all_started();
         members.welcome(region.as_fd())?;
         Ok(region)
     });
     match region {
         Ok(region) => Ok((Arc::new(region), members)),
         Err(error) => {
-            members.turn_away(&error.to_string());
+            members.reject_all(&error.to_string());
             Err(error)
         }
     }
@@ -42,9 +42,9 @@ fn await_all(members: &mut RendezvousMembers, env: &RankEnv) -> Result<()> {
         }
         for event in members.next(Some(remaining))? {
             match event {
-                MembershipEvent::Came => {}
-                MembershipEvent::Gone(rank) => return Err(CommError::GoneBeforeStart { rank }.into()),
-                MembershipEvent::Unfit(error) => return Err(error.into()),
+                MembershipEvent::Connected => {}
+                MembershipEvent::Disconnected(rank) => return Err(CommError::GoneBeforeStart { rank }.into()),
+                MembershipEvent::Rejected(error) => return Err(error.into()),
             }
         }
     }

@@ -1,7 +1,7 @@
 //! The collectives in shared memory, as sequences of pieces.
 
 use super::exchange::ShmExchange;
-use super::partition::{StridedRanks, by_rank, give_each, given, others, pieces};
+use super::partition::{StridedRanks, others, pieces, received_from_peers, send_to_peers, sort_chunks_by_rank};
 use super::quantized;
 use super::region::SLOT_BYTES;
 use super::streaming_copy;
@@ -77,7 +77,7 @@ pub(in crate::comm) fn reduce_to_groups(
     tag: u64,
 ) -> Result<Flat> {
     assert!(ex.size().is_multiple_of(ranks), "{} cannot form groups of {ranks}", counted(ex.size(), "rank"));
-    by_rank(&mut input, ranks, ex.size());
+    sort_chunks_by_rank(&mut input, ranks, ex.size());
     let sum = reduce_scatter(ex, wire, input, tag)?;
     // Every group must have the same sums, so they are sent without quantization.
     gather_of(ex, WireFormat::Exact, StridedRanks::across(ex.rank(), ranks, ex.size()), sum)
@@ -99,7 +99,7 @@ pub(in crate::comm) fn gather_of(
         let out = Flat::with_capacity(shard.dtype(), total);
         separate_shard = Some(std::mem::replace(&mut shard, out));
     }
-    let output = shard.room_bytes(total);
+    let output = shard.uninit_bytes(total);
     let own = separate_shard.as_ref().map_or(OwnShardLocation::At(0), |own| OwnShardLocation::Separate(own.as_bytes()));
     for range in pieces(bytes, SLOT_BYTES) {
         gather_piece(ex, group, output, own, range)?;
@@ -114,7 +114,7 @@ pub(in crate::comm) fn gather_of(
 pub(in crate::comm) fn all_reduce(ex: &mut ShmExchange, wire: WireFormat, mut input: Flat, tag: u64) -> Result<Flat> {
     ex.begin(CollectiveKind::AllReduce, wire, input.dtype(), input.len(), tag);
     let (len, size) = (input.len(), input.dtype().size_in_bytes());
-    if wire.inside() == WireFormat::Exact && ex.size() == 2 && input.size_in_bytes() <= SHORT_BYTES {
+    if wire.within_host() == WireFormat::Exact && ex.size() == 2 && input.size_in_bytes() <= SHORT_BYTES {
         reduce_in_one_piece(ex, &mut input)?;
         return Ok(input);
     }
@@ -125,7 +125,7 @@ pub(in crate::comm) fn all_reduce(ex: &mut ShmExchange, wire: WireFormat, mut in
     let (wire, step) = piece_of(ex.size(), wire, input.dtype());
     for range in pieces(chunk, step.min(SLOT_BYTES / size)) {
         reduce_piece(ex, wire, &mut input, own, range.clone())?;
-        let output = input.room_bytes(chunk * ex.size());
+        let output = input.uninit_bytes(chunk * ex.size());
         gather_piece(
             ex,
             StridedRanks::all(ex.size()),
@@ -181,10 +181,10 @@ fn reduce_piece(
     let (rank, dtype) = (ex.rank(), input.dtype());
     let chunk = input.len() / ex.size();
     let bytes = range.len() * dtype.size_in_bytes();
-    give_each(ex, bytes, |r, part| {
+    send_to_peers(ex, bytes, |r, part| {
         part.copy_from_slice(input.slice(r * chunk + range.start..r * chunk + range.end).as_bytes());
     })?;
-    let peers: Vec<_> = given(ex, bytes, bytes).map(|part| FlatRef::of_bytes(dtype, part)).collect();
+    let peers: Vec<_> = received_from_peers(ex, bytes, bytes).map(|part| FlatRef::of_bytes(dtype, part)).collect();
     sum_exact(input, (rank * chunk + range.start, at + range.start), range.len(), rank, &peers);
     Ok(())
 }
@@ -266,7 +266,7 @@ fn gather_piece(
 ) -> Result<()> {
     let rank = ex.rank();
     let bypass_caches = output.len() >= CACHE_BYPASS_BYTES;
-    let position_of = |r: usize| group.place(r) * (output.len() / group.len()) + range.start;
+    let position_of = |r: usize| group.position(r) * (output.len() / group.len()) + range.start;
     let (own_position, len) = (position_of(rank), range.len());
     let peer_positions: Vec<_> = group.ranks().filter(|r| *r != rank).map(|r| (r, position_of(r))).collect();
     match own {

@@ -108,7 +108,7 @@ impl ShmExchange {
     }
 
     /// Sets a function that is called about once a millisecond during waits.
-    pub(in crate::comm) fn waiting_with(mut self, wait_callback: impl Fn() + Send + 'static) -> Self {
+    pub(in crate::comm) fn with_wait_callback(mut self, wait_callback: impl Fn() + Send + 'static) -> Self {
         self.pieces.nap_at_most(1);
         Self { wait_callback: Some(Box::new(wait_callback)), ..self }
     }
@@ -128,7 +128,7 @@ impl ShmExchange {
 
     /// Sets the thread that runs the next collective: the one that needs its result, or the comm thread, which runs
     /// alongside a thread that computes.
-    pub(in crate::comm) fn run_by(&mut self, runner: CollectiveThreadKind) {
+    pub(in crate::comm) fn set_runner(&mut self, runner: CollectiveThreadKind) {
         self.spin_limits = match (self.has_own_cores, runner) {
             (false, _) => SHARED_CORE_SPINS,
             (true, CollectiveThreadKind::CommThread) => COMM_THREAD_SPINS,
@@ -142,7 +142,7 @@ impl ShmExchange {
     }
 
     /// Sets the engine call in which the following collectives were launched.
-    pub(in crate::comm) fn called_in(&mut self, call: u64) {
+    pub(in crate::comm) fn set_engine_call(&mut self, call: u64) {
         self.call = call;
     }
 

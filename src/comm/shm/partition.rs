@@ -50,13 +50,13 @@ impl StridedRanks {
     }
 
     /// Returns the position of `rank` among these ranks.
-    pub(in crate::comm) fn place(self, rank: usize) -> usize {
+    pub(in crate::comm) fn position(self, rank: usize) -> usize {
         (rank - self.first) / self.step
     }
 }
 
 /// Extracts the shards of a group, of `len` elements each, from `gathered`, which contains the shards of all ranks.
-pub(in crate::comm) fn of_group(mut gathered: Flat, group: StridedRanks, len: usize) -> Flat {
+pub(in crate::comm) fn extract_group(mut gathered: Flat, group: StridedRanks, len: usize) -> Flat {
     let bytes = len * gathered.dtype().size_in_bytes();
     for (position, rank) in group.ranks().enumerate() {
         gathered.as_bytes_mut().copy_within(rank * bytes..(rank + 1) * bytes, position * bytes);
@@ -67,7 +67,7 @@ pub(in crate::comm) fn of_group(mut gathered: Flat, group: StridedRanks, len: us
 
 /// Sorts the chunks of `input`, one for each of `world` ranks, into rank order. On entry, the chunks of ranks with the
 /// same position in groups of `ranks` consecutive ranks are adjacent.
-pub(in crate::comm) fn by_rank(input: &mut Flat, ranks: usize, world: usize) {
+pub(in crate::comm) fn sort_chunks_by_rank(input: &mut Flat, ranks: usize, world: usize) {
     let (copies, bytes) = (world / ranks, input.size_in_bytes() / world);
     if ranks == 1 || copies == 1 || bytes == 0 {
         return;
@@ -96,7 +96,7 @@ pub(in crate::comm) fn by_rank(input: &mut Flat, ranks: usize, world: usize) {
 }
 
 /// Publishes one piece that contains `bytes` bytes for each peer, in rank order; `write` writes one peer's bytes.
-pub(in crate::comm) fn give_each(
+pub(in crate::comm) fn send_to_peers(
     ex: &mut ShmExchange,
     bytes: usize,
     mut write: impl FnMut(usize, &mut [u8]),
@@ -107,9 +107,13 @@ pub(in crate::comm) fn give_each(
     })
 }
 
-/// Returns the bytes that the peers gave to this rank in [`give_each`], in rank order. Each part would
+/// Returns the bytes that the peers gave to this rank in [`send_to_peers`], in rank order. Each part would
 /// be `exact` bytes long if it were not encoded.
-pub(in crate::comm) fn given(ex: &ShmExchange, bytes: usize, exact: usize) -> impl Iterator<Item = &[u8]> {
+pub(in crate::comm) fn received_from_peers(
+    ex: &ShmExchange,
+    bytes: usize,
+    exact: usize,
+) -> impl Iterator<Item = &[u8]> {
     let (world, rank) = (ex.size(), ex.rank());
     // This rank's index among the others, as rank r counts them.
     let index_at = move |r: usize| if rank < r { rank } else { rank - 1 };
@@ -126,10 +130,10 @@ mod tests {
             let world = ranks * copies;
             let value = |chunk: usize, i: usize| (chunk * len + i) as f32;
             let mut flat = Flat::from((0..world * len).map(|i| i as f32).collect::<Vec<_>>());
-            by_rank(&mut flat, ranks, world);
+            sort_chunks_by_rank(&mut flat, ranks, world);
             for rank in 0..world {
                 let group = StridedRanks::across(rank, ranks, world);
-                let chunk = rank % ranks * copies + group.place(rank);
+                let chunk = rank % ranks * copies + group.position(rank);
                 let expected: Vec<f32> = (0..len).map(|i| value(chunk, i)).collect();
                 assert_eq!(
                     flat.slice(rank * len..(rank + 1) * len).to_flat(),
@@ -146,7 +150,7 @@ mod tests {
             let (group, across) = (StridedRanks::neighbours(rank, 3), StridedRanks::across(rank, 3, 12));
             assert_eq!((group.len(), across.len()), (3, 4));
             assert_eq!(group.ranks().filter(|r| across.ranks().any(|a| a == *r)).collect::<Vec<_>>(), [rank]);
-            assert_eq!((group.place(rank), across.place(rank)), (rank % 3, rank / 3));
+            assert_eq!((group.position(rank), across.position(rank)), (rank % 3, rank / 3));
         }
     }
 }

@@ -5,7 +5,7 @@
 //! in which the chunk is sent.
 
 use super::exchange::ShmExchange;
-use super::partition::{StridedRanks, give_each, given, pieces};
+use super::partition::{StridedRanks, pieces, received_from_peers, send_to_peers};
 use super::region::SLOT_BYTES;
 use crate::error::CommError;
 use crate::kernels::simd::{SimdLoop, level};
@@ -24,9 +24,9 @@ pub(in crate::comm) fn reduce_piece(
 ) -> Result<(), CommError> {
     let (rank, chunk) = (ex.rank(), input.len() / ex.size());
     let bytes = ints.encoded_len(range.len());
-    give_each(ex, bytes, |r, part| ints.encode(input.slice(r * chunk + range.start..r * chunk + range.end), part))?;
+    send_to_peers(ex, bytes, |r, part| ints.encode(input.slice(r * chunk + range.start..r * chunk + range.end), part))?;
     let exact = range.len() * input.dtype().size_in_bytes();
-    let peers: Vec<_> = given(ex, bytes, exact).collect();
+    let peers: Vec<_> = received_from_peers(ex, bytes, exact).collect();
     sum_blocks(ints, input, (rank * chunk + range.start, at + range.start), range.len(), rank, &peers);
     Ok(())
 }
@@ -44,7 +44,7 @@ pub(in crate::comm) fn gather_of(
     shard.extend_zeros(chunk * (group.len() - 1));
     for range in pieces(chunk, ints.whole_blocks_in(SLOT_BYTES)) {
         let bytes = ints.encoded_len(range.len());
-        let range_of = |r: usize| group.place(r) * chunk + range.start..group.place(r) * chunk + range.end;
+        let range_of = |r: usize| group.position(r) * chunk + range.start..group.position(r) * chunk + range.end;
         // The shard is at the start, in the first rank's position. It is encoded before that rank's shard arrives.
         ex.publish(bytes, |slot| {
             ints.encode(shard.slice(range.clone()), slot);

@@ -87,7 +87,7 @@ impl SharedMemoryRegion {
 
     /// Records that `rank` gives up, and why. Called once per rank, because others may read the text from then on.
     pub(crate) fn abort(&self, rank: usize, why: &str) {
-        self.write_text(rank, FailureTextKind::LastWords, why);
+        self.write_text(rank, FailureTextKind::AbortReason, why);
         if matches!(self.state(rank), RankState::Absent | RankState::Running) {
             self.record_first_failure(rank, RankFault::GaveUp);
         }
@@ -112,17 +112,20 @@ impl SharedMemoryRegion {
     /// Returns the first failure of the job if it is that of a rank other than `rank`.
     pub(crate) fn failure_of_other(&self, rank: usize) -> Option<PeerFailure> {
         let (peer, fault) = self.first_failure().filter(|(peer, _)| *peer != rank)?;
-        Some(PeerFailure { peer, fault, why: self.explained(peer, fault) })
+        Some(PeerFailure { peer, fault, why: self.failure_text(peer, fault) })
     }
 
     /// Returns the text of the first failure, which was written before the failure was recorded.
-    pub(crate) fn explained(&self, rank: usize, fault: RankFault) -> String {
-        self.read_text(rank, if fault == RankFault::Died { FailureTextKind::Cause } else { FailureTextKind::LastWords })
+    pub(crate) fn failure_text(&self, rank: usize, fault: RankFault) -> String {
+        self.read_text(
+            rank,
+            if fault == RankFault::Died { FailureTextKind::Cause } else { FailureTextKind::AbortReason },
+        )
     }
 
     /// Returns the reason that `rank` gave for giving up.
     #[doc(hidden)]
-    pub fn last_words(&self, rank: usize) -> Option<String> {
+    pub fn abort_reason(&self, rank: usize) -> Option<String> {
         match self.state(rank) {
             RankState::Aborted(why) => Some(why),
             _ => None,
@@ -134,7 +137,7 @@ impl SharedMemoryRegion {
             ABSENT => RankState::Absent,
             RUNNING => RankState::Running,
             FINISHED => RankState::Finished,
-            ABORTED => RankState::Aborted(self.read_text(rank, FailureTextKind::LastWords)),
+            ABORTED => RankState::Aborted(self.read_text(rank, FailureTextKind::AbortReason)),
             DEAD => RankState::Dead(self.read_text(rank, FailureTextKind::Cause)),
             other => RankState::Aborted(format!("it wrote the unknown state {other}")),
         }
@@ -163,7 +166,7 @@ impl SharedMemoryRegion {
                 (_, RankState::Aborted(why)) => Err(PeerFailure { peer, fault: RankFault::GaveUp, why }),
                 // The failure is recorded a moment before the state. The text is already available.
                 (RankFault::Died | RankFault::GaveUp, _) => {
-                    Err(PeerFailure { peer, fault, why: self.explained(peer, fault) })
+                    Err(PeerFailure { peer, fault, why: self.failure_text(peer, fault) })
                 }
             },
             _ => state_check,

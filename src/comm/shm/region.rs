@@ -75,7 +75,7 @@ const _: () = assert!(CHANNELS * SEAT <= PAGE);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::comm) enum FailureTextKind {
     /// The rank's reason for giving up.
-    LastWords,
+    AbortReason,
     /// The cause of the rank's death, as the launcher or another rank saw it.
     Cause,
 }
@@ -148,7 +148,7 @@ impl SharedMemoryRegion {
     /// Creates a region that only this process can access, for ranks as threads.
     pub fn anonymous(world_size: usize) -> Result<Self> {
         let region = Self { between_processes: false, ..Self::make(world_size, rustix::fs::MemfdFlags::CLOEXEC)? };
-        region.let_in();
+        region.mark_all_started();
         Ok(region)
     }
 
@@ -210,7 +210,7 @@ impl SharedMemoryRegion {
     /// Records that all ranks have been started. Called by the launcher or the rank that created the region. The ranks
     /// that have started sleep until then: if many ranks share few cores, the first would otherwise delay the start of
     /// the last.
-    pub fn let_in(&self) {
+    pub fn mark_all_started(&self) {
         let all_started = self.word32(ALL_STARTED);
         all_started.store(1, Ordering::Release);
         wake(all_started);
@@ -306,7 +306,7 @@ impl SharedMemoryRegion {
     /// Returns a text of `rank`, for writing.
     pub(in crate::comm) fn text_mut(&self, rank: usize, kind: FailureTextKind) -> *mut u8 {
         let at = match kind {
-            FailureTextKind::LastWords => TEXT,
+            FailureTextKind::AbortReason => TEXT,
             FailureTextKind::Cause => CAUSE,
         };
         // SAFETY: the offset is inside the rank's block.
@@ -316,7 +316,7 @@ impl SharedMemoryRegion {
     /// Returns the number of bytes of a text of `rank`.
     pub(in crate::comm) fn text_len(&self, rank: usize, kind: FailureTextKind) -> &AtomicU32 {
         let at = match kind {
-            FailureTextKind::LastWords => TEXT_LEN,
+            FailureTextKind::AbortReason => TEXT_LEN,
             FailureTextKind::Cause => CAUSE_LEN,
         };
         self.word32(self.block(rank) + at)

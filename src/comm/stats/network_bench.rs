@@ -1,7 +1,7 @@
 //! The performance of the network between hosts: MPI's own messages, compared with this library's collectives.
 
 use crate::comm::agree::ranks_per_host;
-use crate::comm::mpi::{MpiRank, entered};
+use crate::comm::mpi::{MpiRank, mpi_rank};
 use crate::comm::{CollectiveKind, Communicator};
 use crate::error::Result;
 use crate::precision::Flat;
@@ -63,10 +63,10 @@ impl TransferMeasurement {
 #[doc(hidden)]
 pub fn measure(comm: &dyn Communicator, bytes: usize) -> Result<Option<NetworkMeasurement>> {
     let hosts = ranks_per_host(comm)?;
-    let (Some(mpi_rank), true) = (entered(), hosts.len() > 1) else { return Ok(None) };
+    let (Some(mpi_rank), true) = (mpi_rank(), hosts.len() > 1) else { return Ok(None) };
     let chunk = (bytes / size_of::<f32>()).div_ceil(comm.size());
     let bytes = chunk * comm.size() * size_of::<f32>();
-    let one_way = one_way(comm, mpi_rank)?;
+    let one_way_latency = one_way_latency(comm, mpi_rank)?;
     let plain = fastest(comm, CollectiveKind::Control, || Ok(mpi_rank.send_around(bytes)?))?;
     // Messages outside collectives are not counted.
     let plain = TransferMeasurement { into_a_host: bytes as f64, ..plain };
@@ -75,7 +75,7 @@ pub fn measure(comm: &dyn Communicator, bytes: usize) -> Result<Option<NetworkMe
     })?;
     let all_gather = all_gather(comm, chunk)?;
     let busy = busy(comm, chunk, [plain, reduce_scatter, all_gather])?;
-    Ok(Some(NetworkMeasurement { hosts, one_way_s: one_way, bytes, plain, reduce_scatter, all_gather, busy }))
+    Ok(Some(NetworkMeasurement { hosts, one_way_s: one_way_latency, bytes, plain, reduce_scatter, all_gather, busy }))
 }
 
 /// Measures the number of bytes per second that a host receives in an all-gather of about `bytes` bytes. Collective.
@@ -147,9 +147,9 @@ fn processors_of(stat: &str) -> Option<HostCpuTimes> {
     (count > 0).then(|| HostCpuTimes { count: count as f64, busy: (user + nice + system + irq + softirq) / 100.0 })
 }
 
-fn one_way(comm: &dyn Communicator, mpi_rank: &MpiRank) -> Result<f64> {
+fn one_way_latency(comm: &dyn Communicator, mpi_rank: &MpiRank) -> Result<f64> {
     comm.barrier().wait()?;
-    let own = mpi_rank.one_way()?.map_or(0.0, |time| time.as_secs_f64());
+    let own = mpi_rank.one_way_latency()?.map_or(0.0, |time| time.as_secs_f64());
     Ok(comm.gather_f64(vec![own]).wait()?.into_iter().flatten().fold(0.0, f64::max))
 }
 

@@ -35,7 +35,7 @@ impl WireFormat {
     }
 
     /// Returns the wire format within a host.
-    pub(in crate::comm) fn inside(self) -> Self {
+    pub(in crate::comm) fn within_host(self) -> Self {
         match self {
             Self::BetweenHosts(_) => Self::Exact,
             wire => wire,

@@ -14,7 +14,7 @@ fn value(text: &str) -> serde_json::Value {
 
 fn refusal(text: &str) -> String {
     match read_any(text.as_bytes(), !text.starts_with('[')).unwrap_err() {
-        HjsonError::Syntax { place, expected, found } => format!("{place}: expected {expected}, found {found}"),
+        HjsonError::Syntax { position, expected, found } => format!("{position}: expected {expected}, found {found}"),
         HjsonError::Duplicate { path, first, second } => format!("duplicate {path}: {first} and {second}"),
     }
 }
@@ -25,8 +25,8 @@ fn every_key_and_value_knows_its_place() {
     let JsonValue::Object(entries) = &root.value else { panic!("an object") };
     let JsonValue::Object(inner) = &entries[1].node.value else { panic!("an object") };
     let at = |line, column| Some(TextPosition { line, column });
-    assert_eq!([root.place, entries[0].place, entries[0].node.place], [at(1, 1), at(2, 3), at(2, 8)]);
-    assert_eq!([entries[1].place, inner[0].place, inner[0].node.place], [at(3, 2), at(3, 9), at(3, 14)]);
+    assert_eq!([root.position, entries[0].position, entries[0].node.position], [at(1, 1), at(2, 3), at(2, 8)]);
+    assert_eq!([entries[1].position, inner[0].position, inner[0].node.position], [at(3, 2), at(3, 9), at(3, 14)]);
 }
 
 #[test]
@@ -164,8 +164,8 @@ fn depth_and_size_have_limits() {
 
 #[test]
 fn bytes_that_are_no_text_are_refused_with_their_place() {
-    let HjsonError::Syntax { place, found, .. } = read(b"{\n \"\xff\"}").unwrap_err() else { panic!("syntax") };
-    assert_eq!((place, found.as_str()), (TextPosition { line: 2, column: 3 }, "the byte 0xff"));
+    let HjsonError::Syntax { position, found, .. } = read(b"{\n \"\xff\"}").unwrap_err() else { panic!("syntax") };
+    assert_eq!((position, found.as_str()), (TextPosition { line: 2, column: 3 }, "the byte 0xff"));
 }
 
 fn any_json() -> impl Strategy<Value = serde_json::Value> {

@@ -37,7 +37,7 @@ pub(crate) enum KeyStatus {
     /// The key has the same effect as in DeepSpeed, or is specific to candle-zero.
     Honoured,
     /// The section's status applies.
-    OfSection,
+    Inherited,
     /// A value other than the default is noted.
     NoEffect(&'static str),
     /// A value other than the default is an error, because ignoring it would change training.
@@ -49,9 +49,9 @@ pub(crate) enum KeyStatus {
     /// The same as `Removed`, unless the key is switched off, which is noted.
     RemovedUnlessOff(&'static str),
     /// A value other than the default is noted and only requests `activation_checkpointing.every_unit`.
-    AsEveryUnit(&'static str),
+    ImpliesEveryUnit(&'static str),
     /// A key of a section that is refused as a whole if the section is on.
-    OfRefused,
+    InRefusedSection,
     /// The key is translated to another key, with a note.
     Moved(&'static str),
 }

@@ -3,7 +3,7 @@
 pub(super) use super::key::ConfigValueKind::{
     Any, AutoOr, Betas, Bool, OneOf, OneOfAnyCase, Section as Object, Str, Strings, StringsOrOne,
 };
-pub(super) use super::key::KeyStatus::{Honoured as H, OfRefused as R, OfSection as S};
+pub(super) use super::key::KeyStatus::{Honoured as H, InRefusedSection as R, Inherited as S};
 pub(super) use super::key::{ConfigSection, ConfigValueKind, KeyStatus, keys};
 pub(super) const INT: ConfigValueKind = ConfigValueKind::Int(i64::MIN, i64::MAX);
 pub(super) const COUNT: ConfigValueKind = ConfigValueKind::Int(0, i64::MAX);
@@ -17,8 +17,8 @@ pub(super) const DTYPE: ConfigValueKind = OneOfAnyCase(&["fp32", "fp16", "bf16"]
 pub(super) const fn none(why: &'static str) -> KeyStatus {
     KeyStatus::NoEffect(why)
 }
-pub(super) const fn as_every_unit(why: &'static str) -> KeyStatus {
-    KeyStatus::AsEveryUnit(why)
+pub(super) const fn implies_every_unit(why: &'static str) -> KeyStatus {
+    KeyStatus::ImpliesEveryUnit(why)
 }
 pub(super) const fn refuse(why: &'static str) -> KeyStatus {
     KeyStatus::Refused(why)

@@ -116,10 +116,10 @@ const DATA_TYPES: &[super::ConfigKey] = keys! {
 
 const ACTIVATION_CHECKPOINTING: &[super::ConfigKey] = keys! {
     "every_unit": Bool, "null", H, "Every unit recomputes its forward pass during the backward pass and keeps only its inputs; false: only the units that the model marks. Null: true, with a note, if a key below requests it. Specific to candle-zero.";
-    "partition_activations": Bool, "false", as_every_unit("nothing is split: a unit keeps its complete inputs"), "Split the kept activations over model-parallel ranks.";
+    "partition_activations": Bool, "false", implies_every_unit("nothing is split: a unit keeps its complete inputs"), "Split the kept activations over model-parallel ranks.";
     "cpu_checkpointing": Bool, "false", H, "Keep the inputs of recomputing units on the host instead of on the GPU, or in a file if anything is offloaded to nvme. True also requests every_unit.";
-    "contiguous_memory_optimization": Bool, "false", as_every_unit("each input is kept in a separate buffer"), "One buffer for all kept activations.";
-    "number_checkpoints": POSITIVE, "null", as_every_unit("every unit is one checkpoint, regardless of the number"), "Number of activations in the contiguous buffer.";
+    "contiguous_memory_optimization": Bool, "false", implies_every_unit("each input is kept in a separate buffer"), "One buffer for all kept activations.";
+    "number_checkpoints": POSITIVE, "null", implies_every_unit("every unit is one checkpoint, regardless of the number"), "Number of activations in the contiguous buffer.";
     "synchronize_checkpoint_boundary": Bool, "false", none("an operation on the CPU is complete when it returns, and operations on a GPU keep their order"), "Synchronize the device at the boundaries.";
     "profile": Bool, "false", none("wall_clock_breakdown times the phases of a step, and a timeline shows the recomputed forward passes"), "Time each region.";
 };

@@ -23,7 +23,7 @@ pub enum PerGroup {
 impl PerGroup {
     /// Returns the number for a group. If the list is too short, returns its last number; schedules refuse a list that
     /// is too short.
-    pub fn of(&self, group: usize) -> f64 {
+    pub fn for_group(&self, group: usize) -> f64 {
         match self {
             Self::All(number) => *number,
             Self::Each(numbers) => numbers.get(group).or(numbers.last()).copied().unwrap_or_default(),

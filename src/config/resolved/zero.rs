@@ -111,13 +111,13 @@ impl ZeroConfig {
     /// Returns `offload_optimizer` if optimizer state is offloaded to files.
     #[doc(hidden)]
     pub fn optimizer_files(&self) -> Option<&OffloadOptimizer> {
-        self.offload_optimizer.as_ref().filter(|section| section.to.nvme_path().is_some())
+        self.offload_optimizer.as_ref().filter(|section| section.device.nvme_path().is_some())
     }
 
     /// Returns `offload_param` if parameter shards are offloaded to files.
     #[doc(hidden)]
     pub fn param_files(&self) -> Option<&OffloadParam> {
-        self.offload_param.as_ref().filter(|section| section.to.nvme_path().is_some())
+        self.offload_param.as_ref().filter(|section| section.device.nvme_path().is_some())
     }
 }
 
@@ -135,7 +135,7 @@ impl OffloadTo {
 #[derive(Debug, Clone, PartialEq)]
 pub struct OffloadOptimizer {
     /// `device`.
-    pub to: OffloadTo,
+    pub device: OffloadTo,
     /// `buffer_count`: the step's buffers together hold at most this many times the elements of the largest
     /// sub-group. Default 4.
     pub buffer_count: usize,
@@ -158,7 +158,7 @@ pub struct OffloadOptimizer {
 #[derive(Debug, Clone, PartialEq)]
 pub struct OffloadParam {
     /// `device`.
-    pub to: OffloadTo,
+    pub device: OffloadTo,
     /// `buffer_count`: together with `buffer_size`, bounds the read-ahead. Default 5.
     pub buffer_count: usize,
     /// `buffer_size`, in elements. Default 1e8.
@@ -171,7 +171,7 @@ pub struct OffloadParam {
 
 impl OffloadParam {
     /// Returns the number of elements that may be read ahead.
-    pub fn ahead(&self) -> usize {
+    pub fn read_ahead_elements(&self) -> usize {
         self.buffer_count.saturating_mul(self.buffer_size)
     }
 }

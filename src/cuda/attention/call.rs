@@ -53,7 +53,7 @@ pub(super) struct AttentionCall<'a> {
     h: &'a AttentionShape,
     pub sizes: AttentionSizes,
     width: usize,
-    pub how: AttentionTileSizes,
+    pub tile_sizes: AttentionTileSizes,
 }
 
 impl<'a> AttentionCall<'a> {
@@ -108,7 +108,7 @@ impl<'a> AttentionCall<'a> {
             to_powers,
             ..AttentionSizes::default()
         };
-        Ok(Self { device, rule, h, sizes, width, how: AttentionTileSizes::of(width, size_of::<E>()) })
+        Ok(Self { device, rule, h, sizes, width, tile_sizes: AttentionTileSizes::of(width, size_of::<E>()) })
     }
 
     pub fn function<E: AttentionElement>(&self, kernel: &str, block: BlockAndTileSizes) -> Result<KernelFunction> {
@@ -141,7 +141,7 @@ pub(super) struct TileTable {
 
 impl TileTable {
     /// Passes the list, or a null pointer, to a kernel.
-    pub fn give<'a>(&'a self, arguments: &mut LaunchArgs<'a>) {
+    pub fn pass_to<'a>(&'a self, arguments: &mut LaunchArgs<'a>) {
         match &self.list {
             Some(list) => arguments.arg(list),
             None => arguments.arg(&0u64),

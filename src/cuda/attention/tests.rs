@@ -204,7 +204,7 @@ fn blocks_and_tiles_are_those_that_the_kernels_were_made_for() {
         let figures = device.clone_dtoh(&figures).unwrap();
         for (width, kernel_figures) in tile_sizes::WIDTHS.into_iter().zip(figures.chunks_exact(6)) {
             let AttentionTileSizes { forward, backward } = AttentionTileSizes::of(width, size_of::<E>());
-            let expected = [forward, backward].map(|l| [l.own, l.others, l.bytes]).concat();
+            let expected = [forward, backward].map(|l| [l.own_rows, l.other_rows, l.bytes]).concat();
             assert_eq!(expected.iter().map(|n| *n as u32).collect::<Vec<_>>(), kernel_figures, "{} {width}", E::SUFFIX);
             assert!(forward.bytes.max(backward.bytes) <= 99 << 10, "{} {width}: {expected:?}", E::SUFFIX);
         }
@@ -298,8 +298,8 @@ fn scores_far_apart_neither_overflow_nor_vanish() {
 #[test]
 fn heads_and_sizes_that_the_kernels_do_not_take_are_refused() {
     let Some(device) = gpu() else { return };
-    assert!(takes(&device, &heads((1, 1, 1, 1, 256))));
+    assert!(supports(&device, &heads((1, 1, 1, 1, 256))));
     for h in [(1, 1, 1, 1, 257), (0, 5, 1, 1, 4), (5, 0, 1, 1, 4), (1 << 20, 1 << 12, 1, 1, 4)] {
-        assert!(!takes(&device, &heads(h)), "{h:?}");
+        assert!(!supports(&device, &heads(h)), "{h:?}");
     }
 }

@@ -18,9 +18,9 @@ pub(super) fn width(head: usize) -> Option<usize> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct BlockAndTileSizes {
     /// The number of rows that belong to the block.
-    pub own: usize,
+    pub own_rows: usize,
     /// The number of rows of a tile of the other operand.
-    pub others: usize,
+    pub other_rows: usize,
     /// The number of bytes of shared memory.
     pub bytes: usize,
     /// The number of blocks for each tile and head.
@@ -29,8 +29,8 @@ pub(super) struct BlockAndTileSizes {
 
 impl BlockAndTileSizes {
     /// Returns a launch with blocks for these tiles, heads and planes.
-    pub fn over(&self, [tiles, heads, planes]: [usize; 3]) -> LaunchConfig {
-        let threads = self.own / STRIP * WARP;
+    pub fn launch_over(&self, [tiles, heads, planes]: [usize; 3]) -> LaunchConfig {
+        let threads = self.own_rows / STRIP * WARP;
         LaunchConfig {
             grid_dim: (tiles as u32, heads as u32, planes as u32),
             block_dim: (threads as u32, 1, 1),
@@ -70,8 +70,8 @@ impl AttentionTileSizes {
             STRIP * ((others + 4) * size_of::<f32>() + weights * element)
         };
         let launch = |(warps, others): (usize, usize), bytes, planes| BlockAndTileSizes {
-            own: warps * STRIP,
-            others,
+            own_rows: warps * STRIP,
+            other_rows: others,
             bytes,
             planes,
         };

@@ -8,7 +8,8 @@ pub(crate) type CallerFailure = Arc<dyn std::error::Error + Send + Sync>;
 
 /// Errors of collectives between GPUs. They can be cloned, because every later collective fails with the first error.
 ///
-/// Only [`Told`](Self::Told) can identify the rank that failed, if the caller's failure detection does.
+/// Only [`CallerFailure`](Self::CallerFailure) can identify the rank that failed, if the caller's failure detection
+/// does.
 #[derive(Debug, Clone, thiserror::Error)]
 pub(crate) enum NcclError {
     /// The library was not found.
@@ -19,22 +20,22 @@ pub(crate) enum NcclError {
     NotFound { library: String, why: String },
     /// The library lacks a required function.
     #[error("{library} has no function {symbol}: it is not NCCL, or is older than 2.14")]
-    Lacks { library: String, symbol: String },
+    MissingFunction { library: String, symbol: String },
     /// The library refused a call.
     #[error("NCCL's {call} failed: {why}; set NCCL_DEBUG=INFO for more details")]
-    Refused { call: &'static str, why: String },
-    /// The library lost a peer.
+    CallFailed { call: &'static str, why: String },
+    /// The library reported an asynchronous error, for example because it lost a peer.
     #[error("NCCL failed while rank {rank} waited in {op}: {why}; check the other ranks' output")]
-    Lost { rank: usize, op: &'static str, why: String },
+    AsyncError { rank: usize, op: &'static str, why: String },
     /// A peer does not take part, or is in another collective.
     #[error(
         "rank {rank} waited in {op} between GPUs for {}: a peer does not take part in it, or is in another collective",
         seconds(*waited)
     )]
-    Silent { rank: usize, op: &'static str, waited: Duration },
+    PeerTimeout { rank: usize, op: &'static str, waited: Duration },
     /// The error of the caller's own failure detection.
     #[error(transparent)]
-    Told(CallerFailure),
+    CallerFailure(CallerFailure),
     /// This rank has given up.
     #[error("rank {rank} gave up earlier and takes part in no further collectives between GPUs")]
     GaveUp { rank: usize },

@@ -44,7 +44,7 @@ pub(super) struct NcclConfig {
 
 impl NcclConfig {
     /// A configuration in which calls return before they are complete, so a missing peer cannot block them.
-    pub(super) const NOT_BLOCKING: Self =
+    pub(super) const NONBLOCKING: Self =
         Self { size: size_of::<Self>(), magic: 0xcafe_beef, version: 21400, blocking: 0, unset: UNSET_INT };
 }
 
@@ -99,8 +99,10 @@ impl NcclLibrary {
         })?;
         // The library is never unloaded, because it has its own threads and pointers to its functions are kept.
         let loaded = std::mem::ManuallyDrop::new(loaded);
-        let missing_symbol =
-            |name: &CStr| NcclError::Lacks { library: library.clone(), symbol: name.to_string_lossy().into_owned() };
+        let missing_symbol = |name: &CStr| NcclError::MissingFunction {
+            library: library.clone(),
+            symbol: name.to_string_lossy().into_owned(),
+        };
         macro_rules! symbol {
             ($name:literal) => {
                 // SAFETY: the function has this type in every version of NCCL 2.
@@ -153,7 +155,7 @@ impl NcclLibrary {
     pub(super) fn check(&self, call: &'static str, code: c_int) -> Result<(), NcclError> {
         match code {
             SUCCESS | IN_PROGRESS => Ok(()),
-            code => Err(NcclError::Refused { call, why: self.text(code) }),
+            code => Err(NcclError::CallFailed { call, why: self.text(code) }),
         }
     }
 

@@ -39,7 +39,7 @@ pub(super) struct NcclBufferLimits {
     /// The size in bytes up to which an exact all-reduce is one exchange of all elements.
     pub short: usize,
     /// The size in bytes of the peers' elements, or of the codes, that are in memory at a time.
-    pub room: usize,
+    pub scratch: usize,
 }
 
 pub(super) struct NcclMember {
@@ -63,7 +63,7 @@ struct NcclCommState {
     failure: Option<NcclError>,
     /// Elements from peers that have not been summed yet, and codes. Used only by the wire stream, on which collectives
     /// run one after the other.
-    room: Option<CudaSlice<u8>>,
+    scratch: Option<CudaSlice<u8>>,
 }
 
 struct OwnedNcclComm(RawNcclComm);
@@ -89,7 +89,7 @@ impl NcclMember {
         let context = CudaContext::new(device.cuda_stream().context().ordinal()).w()?;
         let (wire, idle) = (context.new_stream().w()?, context.new_stream().w()?);
         context.bind_to_thread().w()?;
-        let state = Mutex::new(NcclCommState { comm: None, failure: None, room: None });
+        let state = Mutex::new(NcclCommState { comm: None, failure: None, scratch: None });
         let (library, device, keeps_times) = (library.clone(), device.clone(), AtomicBool::new(false));
         let member = Self { library, device, rank, size, limits, wire, idle, keeps_times, watch, state };
         let library = &member.library;
@@ -97,7 +97,7 @@ impl NcclMember {
         let (ranks, place) = (size as c_int, rank as c_int);
         // SAFETY: the library writes a communicator, and reads the configuration before it returns.
         let code = unsafe {
-            (library.init_rank_config)(&mut comm, ranks, NcclUniqueId(id), place, &mut { NcclConfig::NOT_BLOCKING })
+            (library.init_rank_config)(&mut comm, ranks, NcclUniqueId(id), place, &mut { NcclConfig::NONBLOCKING })
         };
         if comm.is_null() {
             library.check("ncclCommInitRankConfig", code)?;
@@ -127,7 +127,7 @@ impl NcclMember {
     /// Returns an error if the driver reports one.
     pub fn timed_event(&self) -> Result<Option<TimedEvent>> {
         let keeps_times = self.keeps_times.load(Ordering::Relaxed);
-        Ok(if keeps_times { Some(TimedEvent::behind(&self.wire)?) } else { None })
+        Ok(if keeps_times { Some(TimedEvent::record_on(&self.wire)?) } else { None })
     }
 
     /// Waits on the host for the work before an event on the wire stream.
@@ -174,13 +174,13 @@ impl NcclMember {
         match code {
             SUCCESS => Ok(true),
             IN_PROGRESS => Ok(false),
-            code => Err(NcclError::Lost { rank: self.rank, op, why: self.library.text(code) }),
+            code => Err(NcclError::AsyncError { rank: self.rank, op, why: self.library.text(code) }),
         }
     }
 
     /// Returns the size in bytes of the memory for elements from peers.
-    pub fn room_bytes(&self) -> usize {
-        lock(&self.state).room.as_ref().map_or(0, CudaSlice::len)
+    pub fn scratch_bytes(&self) -> usize {
+        lock(&self.state).scratch.as_ref().map_or(0, CudaSlice::len)
     }
 
     fn poll(&self, op: &'static str, limit: Duration, mut is_done: impl FnMut() -> Result<bool>) -> Result<()> {
@@ -192,10 +192,10 @@ impl NcclMember {
                 continue;
             }
             if let Some(why) = (self.watch.is_failed)() {
-                return Err(NcclError::Told(why));
+                return Err(NcclError::CallerFailure(why));
             }
             if waited > limit {
-                return Err(NcclError::Silent { rank: self.rank, op, waited: limit });
+                return Err(NcclError::PeerTimeout { rank: self.rank, op, waited: limit });
             }
             std::thread::sleep(pause);
             pause = (2 * pause).min(MAX_POLL_SLEEP);
@@ -257,16 +257,16 @@ impl NcclLaunch<'_> {
 
     /// Returns memory for `bytes` bytes of peers' elements or of codes. Only the wire stream writes and reads it, so
     /// later work on that stream may reuse it.
-    pub fn room(&mut self, bytes: usize) -> Result<CUdeviceptr> {
+    pub fn scratch(&mut self, bytes: usize) -> Result<CUdeviceptr> {
         let wire = &self.member.wire;
-        if self.state.room.as_ref().is_none_or(|room| room.len() < bytes) {
+        if self.state.scratch.as_ref().is_none_or(|scratch| scratch.len() < bytes) {
             // The old memory is released first, in the order of the wire stream, so that it and the new memory do not
             // exist at the same time.
-            self.state.room = None;
+            self.state.scratch = None;
             // SAFETY: all bytes that are read there have been received or encoded before.
-            self.state.room = Some(unsafe { wire.alloc(bytes) }.w()?);
+            self.state.scratch = Some(unsafe { wire.alloc(bytes) }.w()?);
         }
-        Ok(self.state.room.as_ref().map_or(0, |room| room.device_ptr(wire).0))
+        Ok(self.state.scratch.as_ref().map_or(0, |scratch| scratch.device_ptr(wire).0))
     }
 
     /// Sums `from` over all ranks, in any order, and gives each rank `count` elements of the sum. `to` may be this

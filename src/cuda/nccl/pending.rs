@@ -72,7 +72,7 @@ impl PendingNcclCollective {
     /// Returns an error if the driver reports one.
     pub fn times(&self) -> Result<Option<[Instant; 2]>, NcclError> {
         let [Some(begin), Some(end)] = &self.events else { return Ok(None) };
-        Ok(Some(TimedEvent::when([begin, end], &self.member.idle)?))
+        Ok(Some(TimedEvent::host_times([begin, end], &self.member.idle)?))
     }
 
     /// Returns the result, in the order of the stream of Candle's device: work that is launched there afterwards sees

@@ -3,11 +3,11 @@
 //! ```text
 //!   sum      | codes for each peer | codes of each peer |     kernel -> exchange -> kernel, which adds this rank's elements
 //!   gather   | codes of each rank                       |     kernel -> all-gather -> kernel
-//!              -------- `room`, of limited size -------
+//!              ------ `scratch`, of limited size ------
 //! ```
 //!
 //! The bytes and the bits are those of `comm/shm/quantized.rs`. Blocks are counted from the start of each rank's chunk,
-//! and a piece of a chunk has full blocks, so the size of `room` does not affect the results.
+//! and a piece of a chunk has full blocks, so the size of `scratch` does not affect the results.
 
 use super::library::UINT8;
 use super::member::NcclLaunch;
@@ -42,15 +42,15 @@ impl NcclComm {
         let coder = self.coder(ints, dtype)?;
         let peers = size - 1;
         let (step, stride) = self.pieces(ints, count, 2 * peers);
-        let outgoing = launch.room(2 * peers * stride)?;
+        let outgoing = launch.scratch(2 * peers * stride)?;
         let incoming = outgoing + (peers * stride) as CUdeviceptr;
         let offset = |elements: usize| (elements * bytes) as CUdeviceptr;
         for Range { start, end } in pieces(count, step) {
             let layout =
-                RankChunkLayout { number: peers, count: end - start, elements_apart: count, bytes_apart: stride };
-            // SAFETY: as the caller promises; `room` has `stride` bytes, at least the codes of a piece, for each peer
-            // on both sides. The wire stream sums a piece before the next one arrives in its place, and the elements
-            // that the sums overwrite have been encoded, or are this rank's.
+                RankChunkLayout { chunks: peers, count: end - start, element_stride: count, byte_stride: stride };
+            // SAFETY: as the caller promises; `scratch` has `stride` bytes, at least the codes of a piece, for each
+            // peer on both sides. The wire stream sums a piece before the next one arrives in its place, and the
+            // elements that the sums overwrite have been encoded, or are this rank's.
             unsafe {
                 coder.encode(layout, Some(rank), from + offset(start), outgoing)?;
                 launch.exchange(op, ints.encoded_len(layout.count), UINT8, |peer| {
@@ -83,18 +83,19 @@ impl NcclComm {
         }
         let coder = self.coder(ints, dtype)?;
         let (step, stride) = self.pieces(ints, count, size);
-        let codes = launch.room(size * stride)?;
+        let codes = launch.scratch(size * stride)?;
         let offset = |elements: usize| (elements * bytes) as CUdeviceptr;
         for Range { start, end } in pieces(count, step) {
             // An all-gather leaves no gaps between the ranks' codes.
             let stride = ints.encoded_len(end - start).next_multiple_of(ALIGNMENT);
             let layout =
-                RankChunkLayout { number: size, count: end - start, elements_apart: count, bytes_apart: stride };
+                RankChunkLayout { chunks: size, count: end - start, element_stride: count, byte_stride: stride };
             let own = codes + (rank * stride) as CUdeviceptr;
-            // SAFETY: as the caller promises; `room` has `stride` bytes, at least the codes of a piece, for each rank.
+            // SAFETY: as the caller promises; `scratch` has `stride` bytes, at least the codes of a piece, for each
+            // rank.
             unsafe {
                 coder.encode(
-                    RankChunkLayout { number: 1, ..layout },
+                    RankChunkLayout { chunks: 1, ..layout },
                     None,
                     output + offset(rank * count + start),
                     own,
@@ -114,8 +115,8 @@ impl NcclComm {
     /// Returns the maximum number of elements in a piece, a multiple of the block size, and, for a chunk of `count`
     /// elements, the distance in bytes between the `number` pieces that are in memory at a time.
     fn pieces(&self, ints: IntFormat, count: usize, number: usize) -> (usize, usize) {
-        let room = self.0.limits.room / number / ALIGNMENT * ALIGNMENT;
-        let step = ints.whole_blocks_in(room).max(BLOCK);
+        let limit = self.0.limits.scratch / number / ALIGNMENT * ALIGNMENT;
+        let step = ints.whole_blocks_in(limit).max(BLOCK);
         (step, ints.encoded_len(step.min(count)).next_multiple_of(ALIGNMENT))
     }
 }

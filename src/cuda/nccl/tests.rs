@@ -14,7 +14,7 @@ const SEED: &str = "MOCK_CUDA_SEED";
 const CHILD: &str = "CANDLE_ZERO_TEST_NCCL_CHILD";
 const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 /// Limits so small that a few hundred elements are enough to exercise every method.
-const SMALL: NcclBufferLimits = NcclBufferLimits { short: 64, room: 1536 };
+const SMALL: NcclBufferLimits = NcclBufferLimits { short: 64, scratch: 1536 };
 
 /// Returns the library, if there are `devices` devices that threads of one process can use together.
 fn nccl(devices: usize) -> Option<NcclLibrary> {
@@ -267,7 +267,7 @@ fn a_peer_that_gives_up_ends_the_waits_of_the_others() {
                     }
                     Err(why) => why,
                 };
-                assert!(matches!(why, NcclError::Lost { .. }), "{why}");
+                assert!(matches!(why, NcclError::AsyncError { .. }), "{why}");
                 assert!(since.elapsed() < Duration::from_secs(10), "{:?}", since.elapsed());
             },
         );
@@ -321,7 +321,7 @@ fn different_collectives_end_when_the_time_is_over() {
                         another collective";
                 assert_eq!(why.to_string(), text);
             } else {
-                assert!(matches!(why, NcclError::Lost { .. }), "{why}");
+                assert!(matches!(why, NcclError::AsyncError { .. }), "{why}");
             }
             is_ended(&comm, launched, &why);
         },
@@ -342,7 +342,10 @@ fn a_peer_that_leaves_ends_the_waits_of_the_others_when_the_time_is_over() {
                 let launched = comm.all_gather(None, on_device(&comm, &numbers(0, 7, DType::BF16))).unwrap();
                 let why = launched.wait_on_host().unwrap_err();
                 assert!(
-                    matches!(why, NcclError::Silent { rank: 0, op: "an all-gather", .. } | NcclError::Lost { .. }),
+                    matches!(
+                        why,
+                        NcclError::PeerTimeout { rank: 0, op: "an all-gather", .. } | NcclError::AsyncError { .. }
+                    ),
                     "{why}"
                 );
                 is_ended(&comm, launched, &why);
@@ -390,12 +393,12 @@ fn room_for_what_comes_from_peers_is_bounded() {
         |comm| {
             let input = on_device(&comm, &numbers(comm.rank(), 40_000, DType::F32));
             result(comm.reduce_scatter(NcclSumMode::Exact, input).unwrap());
-            assert_eq!(comm.0.room_bytes(), 3 * 128 * 4);
+            assert_eq!(comm.0.scratch_bytes(), 3 * 128 * 4);
             // Codes use the same memory; chunks are split into pieces that fit there.
             let input = || on_device(&comm, &numbers(comm.rank(), 40_000, DType::F32));
             result(comm.reduce_scatter(NcclSumMode::Coded(IntFormat::Int4), input()).unwrap());
             result(comm.all_gather(Some(IntFormat::Int8), input()).unwrap());
-            assert_eq!(comm.0.room_bytes(), SMALL.room);
+            assert_eq!(comm.0.scratch_bytes(), SMALL.scratch);
         },
     );
 }

@@ -61,12 +61,12 @@ impl Arrays {
 
     /// Adds a step on the device.
     fn add(&mut self, steps: &mut MultiTensorStep<'_>, rule: &ElementwiseUpdate, gradient: &DeviceFlat) {
-        let slice = |flat| DeviceFlat::part_mut(flat, self.range.clone()).unwrap();
+        let slice = |flat| DeviceFlat::slice_mut(flat, self.range.clone()).unwrap();
         let mut slices: Vec<DeviceFlatMut<'_>> = self.on_device.iter_mut().map(slice).collect();
         let param = slices.remove(0);
         let half = self.half_on_device.as_mut().map(slice);
         // SAFETY: all memory exists when the steps run, is separate for each array and is used only on Candle's stream.
-        unsafe { steps.add(rule, param, &gradient.part(self.range.clone()).unwrap(), slices, half).unwrap() }
+        unsafe { steps.add(rule, param, &gradient.slice(self.range.clone()).unwrap(), slices, half).unwrap() }
     }
 
     /// Computes the same step on the host.
@@ -182,9 +182,9 @@ fn a_launch_takes_so_many_arrays_and_the_next_one_the_others() {
     let mut steps = MultiTensorStep::new(&device);
     let rule = optimizer.elementwise(&ctx).unwrap();
     for i in 0..count {
-        let param = arrays.on_device[0].part_mut(i..i + 1).unwrap();
+        let param = arrays.on_device[0].slice_mut(i..i + 1).unwrap();
         // SAFETY: all memory exists when the steps run, and each element is used once, only on Candle's stream.
-        unsafe { steps.add(&rule, param, &uploaded.part(i..i + 1).unwrap(), Vec::new(), None).unwrap() }
+        unsafe { steps.add(&rule, param, &uploaded.slice(i..i + 1).unwrap(), Vec::new(), None).unwrap() }
     }
     let lengths: Vec<_> = steps.launches.iter().map(|launch| launch.table.len()).collect();
     assert_eq!(lengths, [MAX_STEPS, 5]);
@@ -203,9 +203,9 @@ fn a_step_of_buffers_that_do_not_fit_is_an_error() {
         let (mut param, gradient) = (zeros(param, 5), zeros(DType::BF16, grad));
         let mut states: Vec<DeviceFlat> = states.iter().map(|dtype| zeros(*dtype, 5)).collect();
         let mut half = half.map(|(dtype, len)| (zeros(dtype, len), len));
-        let states = states.iter_mut().map(|state| state.part_mut(0..5).unwrap()).collect();
-        let half = half.as_mut().map(|(half, len)| half.part_mut(0..*len).unwrap());
-        let (param, gradient) = (param.part_mut(0..5).unwrap(), gradient.part(0..grad).unwrap());
+        let states = states.iter_mut().map(|state| state.slice_mut(0..5).unwrap()).collect();
+        let half = half.as_mut().map(|(half, len)| half.slice_mut(0..*len).unwrap());
+        let (param, gradient) = (param.slice_mut(0..5).unwrap(), gradient.slice(0..grad).unwrap());
         let mut steps = MultiTensorStep::new(&device);
         // SAFETY: all memory exists when the steps run, is separate for each array and is used only on Candle's stream.
         let refused = unsafe { steps.add(&rule, param, &gradient, states, half).is_err() };

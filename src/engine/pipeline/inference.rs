@@ -118,7 +118,7 @@ impl<B> PipelineEngine<B> {
         }
         outputs.iter().try_for_each(check_output)?;
         for (micro_batch, tensor) in outputs.iter_mut().enumerate() {
-            let message = BoundaryTensor { tensor: tensor.clone(), next_draw: 0, held: None };
+            let message = BoundaryTensor { tensor: tensor.clone(), next_draw: 0, memory: None };
             for rank in (0..self.schedule.ranks()).filter(|rank| *rank != own_rank) {
                 self.boundaries.send(BoundaryMessageKind::Output, (0, micro_batch), rank, &message)?;
             }
@@ -162,7 +162,7 @@ impl<B> PipelineEngine<B> {
                 return Ok(Some(output));
             }
             check_boundary(stage, &output)?;
-            let message = BoundaryTensor { tensor: output, next_draw: 0, held: None };
+            let message = BoundaryTensor { tensor: output, next_draw: 0, memory: None };
             match schedule.rank_of(stage + 1) {
                 rank if rank == self.rank => local_output = Some(message.tensor),
                 rank => {

@@ -13,7 +13,7 @@ use crate::comm::Communicator;
 use crate::comm::agree::first_to_differ;
 use crate::config::Config;
 use crate::error::{EngineError, Result};
-use crate::graph::precomputed_op::seeded;
+use crate::graph::precomputed_op::seed_backward;
 use crate::layout::{MeshAxis, RankMesh};
 use crate::monitor::{available_memory, process_limit};
 use crate::notice::emit;
@@ -166,7 +166,7 @@ fn shortest(
         let start = Instant::now();
         let y = run(&input)?;
         if has_gradient(&y) {
-            seeded(&y, y.detach())?.backward()?;
+            seed_backward(&y, y.detach())?.backward()?;
         }
         device.synchronize()?;
         if index > 0 {

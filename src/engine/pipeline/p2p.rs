@@ -31,7 +31,7 @@ pub(super) enum BoundaryMessageKind {
     /// The gradient of a stage's input, for the previous stage.
     Gradient,
     /// The gradient of the rows that the first stage looks up in a tied weight, for the last stage.
-    LookedUp,
+    LookupGradient,
     /// The new values of a tied weight, for the first stage.
     TiedWeight,
     /// The output of the last stage in inference, for all ranks.
@@ -45,7 +45,7 @@ pub(super) struct BoundaryTensor {
     pub next_draw: u64,
     /// The entry in the ledger, unless the memory is that of a stage's output.
     #[allow(dead_code, reason = "held for its Drop")]
-    pub held: Option<MemoryLedgerEntry>,
+    pub memory: Option<MemoryLedgerEntry>,
 }
 
 /// A message on its way to another rank.
@@ -54,7 +54,7 @@ struct SentMessage {
     header: Pending<()>,
     data: Pending<()>,
     #[allow(dead_code, reason = "held for its Drop")]
-    held: MemoryLedgerEntry,
+    memory: MemoryLedgerEntry,
 }
 
 impl SentMessage {
@@ -119,9 +119,9 @@ impl StageP2p {
         let mut words = [0; WORDS];
         words[..3].copy_from_slice(&[dims.len() as u64, code_of(data.dtype()), *next_draw]);
         words[3..].iter_mut().zip(dims).for_each(|(word, dim)| *word = *dim as u64);
-        let held = self.ledger.hold(MemoryKind::StageMessages, data.capacity_in_bytes());
+        let memory = self.ledger.hold(MemoryKind::StageMessages, data.capacity_in_bytes());
         let header = self.comm.send(to, header_of(words), tag);
-        self.sending.push_back(SentMessage { tag, header, data: self.comm.send(to, data, tag), held });
+        self.sending.push_back(SentMessage { tag, header, data: self.comm.send(to, data, tag), memory });
         Ok(())
     }
 
@@ -165,14 +165,14 @@ impl StageP2p {
         let dims: Vec<usize> = words[3..][..words[0] as usize].iter().map(|dim| *dim as usize).collect();
         let (shape, dtype) = (Shape::from(dims), dtype_of(words[1]));
         let data = self.comm.receive(from, dtype, shape.elem_count(), tag).wait()?;
-        let held = self.held(data.size_in_bytes());
+        let memory = self.record_memory(data.size_in_bytes());
         let storage = storage_on(&self.device, to_storage(data))?;
         let tensor = Tensor::from_storage(storage, shape, BackpropOp::none(), false);
-        Ok(BoundaryTensor { tensor, next_draw: words[2], held: Some(held) })
+        Ok(BoundaryTensor { tensor, next_draw: words[2], memory: Some(memory) })
     }
 
     /// Records that this rank holds `bytes` of a message in the memory of its device.
-    pub fn held(&self, bytes: usize) -> MemoryLedgerEntry {
+    pub fn record_memory(&self, bytes: usize) -> MemoryLedgerEntry {
         self.ledger.hold_in(MemoryTier::of(&self.device), MemoryKind::StageMessages, bytes)
     }
 
@@ -280,7 +280,7 @@ mod tests {
             let mut boundaries = StageP2p::new(comm.clone(), Device::Cpu, ledger.clone());
             for (micro_batch, dtype) in dtypes.into_iter().enumerate() {
                 let (key, message) =
-                    ((1, micro_batch), BoundaryTensor { tensor: tensor(dtype), next_draw: u64::MAX - 7, held: None });
+                    ((1, micro_batch), BoundaryTensor { tensor: tensor(dtype), next_draw: u64::MAX - 7, memory: None });
                 if comm.rank() == 0 {
                     boundaries.send(BoundaryMessageKind::Activation, key, 1, &message)?;
                     continue;

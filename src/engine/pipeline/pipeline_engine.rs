@@ -4,14 +4,14 @@ use super::division::RankLayers;
 use super::layer_times::{LayerTimes, check_same_partition};
 use super::p2p::{BoundaryMessageKind, BoundaryTensor, StageP2p, check_boundary};
 use super::setup::PipelineSetup;
-use super::tied_weight::{KeptGradient, TiedWeight};
+use super::tied_weight::{OutputGradient, TiedWeight};
 use crate::checkpoint::{LoadOptions, LoadedCheckpoint};
 use crate::comm::RankEnv;
 use crate::config::{Config, ConfigSource};
 use crate::engine::{Engine, EngineBuilder};
 use crate::error::{EngineError, Result};
-use crate::graph::precomputed_op::seeded;
-use crate::graph::{delivering, part_input, without_gradients};
+use crate::graph::precomputed_op::seed_backward;
+use crate::graph::{deliver_gradients, subgraph_input, without_gradients};
 use crate::layout::{MeshAxis, RankMesh};
 use crate::memory::{MemoryLedgerEntry, MemoryReport};
 use crate::pipeline::{PartitionMethod, PipelineModule, PipelineOp, PipelinePass, PipelineSchedule};
@@ -125,22 +125,22 @@ impl EngineBuilder {
             PipelineSetup::new(&module, &section, &job, (source, self.buffer_rule.as_ref()), measure)
         });
         let setup = setup.inspect_err(|error| job.abort(&error.to_string()))?;
-        let (along, division) = (setup.along.clone(), setup.division.clone());
+        let (pipeline_comm, division) = (setup.pipeline_comm.clone(), setup.division.clone());
         let (pipelines, pipeline) = (setup.data.size(), setup.data.rank());
         let (job, ends) = (setup.job.clone(), setup.ends);
-        let build = |vb: VarBuilder<'_>| division.build(&module, along.rank(), vb);
+        let build = |vb: VarBuilder<'_>| division.build(&module, pipeline_comm.rank(), vb);
         let mut builder = self.communicator(setup.data.clone());
         builder.pipeline = Some(setup);
         let mut engine = builder.initialize(build, config)?;
         let micro_batches = engine.config().batch.gradient_accumulation_steps;
-        let schedule = PipelineSchedule::new(section.schedule, along.size(), section.chunks, micro_batches);
+        let schedule = PipelineSchedule::new(section.schedule, pipeline_comm.size(), section.chunks, micro_batches);
         let schedule = schedule.map_err(|error| EngineError::Pipeline { why: error.to_string() }.into());
         let schedule = engine.in_step(schedule)?;
         let tied = match &division.tied {
-            Some(name) => TiedWeight::agreed(&engine, name, &*along, ends, schedule)?,
+            Some(name) => TiedWeight::agree(&engine, name, &*pipeline_comm, ends, schedule)?,
             None => None,
         };
-        let boundaries = StageP2p::new(along.clone(), engine.device().clone(), engine.ledger().clone());
+        let boundaries = StageP2p::new(pipeline_comm.clone(), engine.device().clone(), engine.ledger().clone());
         let tied_messages = StageP2p::new(job, engine.device().clone(), engine.ledger().clone());
         Ok(PipelineEngine {
             engine,
@@ -150,7 +150,7 @@ impl EngineBuilder {
             schedule,
             pipelines,
             pipeline,
-            rank: along.rank(),
+            rank: pipeline_comm.rank(),
             tied,
         })
     }
@@ -164,7 +164,7 @@ impl<B> PipelineEngine<B> {
     /// # Errors
     /// The error of `next` or of a layer; the errors of [`Engine::step`].
     pub fn train_batch(&mut self, next: impl FnMut(usize) -> Result<B>) -> Result<f64> {
-        self.train_batch_telling(next, &mut |_| ())
+        self.train_batch_with_progress(next, &mut |_| ())
     }
 
     /// Runs one optimizer step as [`train_batch`](Self::train_batch) does. Calls `on_progress` with the number of micro
@@ -173,7 +173,7 @@ impl<B> PipelineEngine<B> {
     ///
     /// # Errors
     /// The same as [`train_batch`](Self::train_batch).
-    pub fn train_batch_telling(
+    pub fn train_batch_with_progress(
         &mut self,
         next: impl FnMut(usize) -> Result<B>,
         on_progress: &mut dyn FnMut(usize),
@@ -364,8 +364,8 @@ impl<B> PipelineEngine<B> {
         let PipelineOp { stage, micro_batch, .. } = op;
         let key = (stage, micro_batch);
         let batch = &step.batches[micro_batch];
-        let BoundaryTensor { tensor, next_draw, held: received_memory } = match stage.checked_sub(1) {
-            None => BoundaryTensor { tensor: self.module.input(batch)?, next_draw: 0, held: None },
+        let BoundaryTensor { tensor, next_draw, memory: received_memory } = match stage.checked_sub(1) {
+            None => BoundaryTensor { tensor: self.module.input(batch)?, next_draw: 0, memory: None },
             Some(previous) => match self.schedule.rank_of(previous) {
                 rank if rank == self.rank => step.activations.remove(&key).expect("the previous stage has run"),
                 rank => self.boundaries.receive(BoundaryMessageKind::Activation, key, rank)?,
@@ -373,7 +373,7 @@ impl<B> PipelineEngine<B> {
         };
         let looks_up = stage == 0 && self.tied.is_some();
         let mut input = if stage > 0 { Some(Var::from_tensor(&tensor)?) } else { None };
-        let mut memory = self.engine.held_activations(0);
+        let mut memory = self.engine.record_activations(0);
         let (module, is_last) = (&self.module, stage + 1 == self.schedule.stages());
         let (output, next_draw) = self.engine.forward_stage(micro_batch, next_draw, |layers| {
             let mut layers = layers.stages[&stage].iter();
@@ -382,7 +382,7 @@ impl<B> PipelineEngine<B> {
                 let rows = without_gradients(|| lookup.forward(&tensor, batch))?.detach();
                 input = Some(Var::from_tensor(&rows)?);
             }
-            let first = input.as_ref().map_or(Ok(tensor.clone()), part_input)?;
+            let first = input.as_ref().map_or(Ok(tensor.clone()), subgraph_input)?;
             // The backward pass needs the input's place in the graph, but not its values.
             input.as_ref().map_or(Ok(()), |input| residency::clear(input))?;
             memory.resize(input.as_ref().map_or(0, |input| bytes_of(input)));
@@ -391,7 +391,7 @@ impl<B> PipelineEngine<B> {
         })?;
         if !is_last {
             check_boundary(stage, &output)?;
-            let message = BoundaryTensor { tensor: output.detach(), next_draw, held: None };
+            let message = BoundaryTensor { tensor: output.detach(), next_draw, memory: None };
             let next = (stage + 1, micro_batch);
             match self.schedule.rank_of(stage + 1) {
                 rank if rank == self.rank => drop(step.activations.insert(next, message)),
@@ -419,36 +419,36 @@ impl<B> PipelineEngine<B> {
                 rank if rank == self.rank => step.gradients.remove(&next).expect("the next stage has run"),
                 rank => self.boundaries.receive(BoundaryMessageKind::Gradient, next, rank)?,
             };
-            (seeded(&output, grad.tensor)?, grad.held)
+            (seed_backward(&output, grad.tensor)?, grad.memory)
         };
         let grad = match (op.pass, self.tied.as_mut().filter(|_| is_last)) {
             (PipelinePass::BackwardInput, _) => {
                 let (grad, waiting) = self.engine.backward_stage_inputs(&scalar, input_tensor)?;
                 let bytes = waiting.iter().map(|(_, gradient)| gradient.bytes()).sum();
-                step.waiting.insert(key, (waiting, self.engine.held_activations(bytes)));
+                step.waiting.insert(key, (waiting, self.engine.record_activations(bytes)));
                 grad
             }
             (_, Some(tied)) => {
-                let (grad, of_output) = self.engine.backward_diverting(&scalar, input_tensor, tied.param)?;
-                let held = self.boundaries.held(of_output.bytes());
-                tied.kept.push_back(KeptGradient { micro_batch, of_output, held });
+                let (grad, output_gradient) = self.engine.backward_diverting(&scalar, input_tensor, tied.param)?;
+                let memory = self.boundaries.record_memory(output_gradient.bytes());
+                tied.output_gradients.push_back(OutputGradient { micro_batch, gradient: output_gradient, memory });
                 grad
             }
             (_, None) => self.engine.backward_stage(&scalar, input_tensor)?,
         };
         drop((scalar, gradient_memory, memory));
         if let Some(tensor) = grad {
-            let held = self.boundaries.held(bytes_of(&tensor));
-            let message = BoundaryTensor { tensor, next_draw: 0, held: Some(held) };
+            let memory = self.boundaries.record_memory(bytes_of(&tensor));
+            let message = BoundaryTensor { tensor, next_draw: 0, memory: Some(memory) };
             match (stage.checked_sub(1), &mut self.tied) {
                 (Some(previous), _) => match self.schedule.rank_of(previous) {
                     rank if rank == self.rank => drop(step.gradients.insert(key, message)),
                     rank => self.boundaries.send(BoundaryMessageKind::Gradient, key, rank, &message)?,
                 },
-                (None, Some(tied)) if tied.is_last => tied.looked_up.push_back(message),
+                (None, Some(tied)) if tied.is_last => tied.lookup_gradients.push_back(message),
                 (None, _) => {
                     let [_, rank] = self.tied.as_ref().map_or([0; 2], |tied| tied.ends);
-                    self.tied_messages.send(BoundaryMessageKind::LookedUp, key, rank, &message)?;
+                    self.tied_messages.send(BoundaryMessageKind::LookupGradient, key, rank, &message)?;
                 }
             }
         }
@@ -460,10 +460,10 @@ impl<B> PipelineEngine<B> {
         let PipelineOp { stage, micro_batch, .. } = op;
         let (waiting, _held) = step.waiting.remove(&(stage, micro_batch)).expect("the first part has run");
         let tied = self.tied.as_mut().filter(|_| stage + 1 == self.schedule.stages());
-        let of_output = self.engine.backward_stage_weights(waiting, tied.as_ref().map(|tied| tied.param))?;
-        if let (Some(tied), Some(of_output)) = (tied, of_output) {
-            let held = self.boundaries.held(of_output.bytes());
-            tied.kept.push_back(KeptGradient { micro_batch, of_output, held });
+        let output_gradient = self.engine.backward_stage_weights(waiting, tied.as_ref().map(|tied| tied.param))?;
+        if let (Some(tied), Some(output_gradient)) = (tied, output_gradient) {
+            let memory = self.boundaries.record_memory(output_gradient.bytes());
+            tied.output_gradients.push_back(OutputGradient { micro_batch, gradient: output_gradient, memory });
         }
         Ok(())
     }
@@ -474,25 +474,27 @@ impl<B> PipelineEngine<B> {
         let Some(tied) = self.tied.as_mut().filter(|tied| tied.is_last) else { return Ok(()) };
         // The first stage's part of the newest gradients is still on its way, and this rank does not wait for it.
         let newest = if done.is_some() { self.schedule.ranks() } else { 0 };
-        while tied.kept.len() > newest {
-            if done.is_some_and(|done| tied.looked_up_after[tied.kept[0].micro_batch] > done) {
+        while tied.output_gradients.len() > newest {
+            if done.is_some_and(|done| tied.lookup_dependencies[tied.output_gradients[0].micro_batch] > done) {
                 return Ok(());
             }
             let row_gradients = match tied.is_first {
-                true => tied.looked_up.pop_front(),
+                true => tied.lookup_gradients.pop_front(),
                 false => {
-                    let key = (0, tied.kept[0].micro_batch);
-                    Some(self.tied_messages.receive(BoundaryMessageKind::LookedUp, key, tied.ends[0])?)
+                    let key = (0, tied.output_gradients[0].micro_batch);
+                    Some(self.tied_messages.receive(BoundaryMessageKind::LookupGradient, key, tied.ends[0])?)
                 }
             };
-            let (Some(kept), Some(row_gradients)) = (tied.kept.pop_front(), row_gradients) else { return Ok(()) };
-            let KeptGradient { micro_batch, of_output, held: _held } = kept;
+            let (Some(oldest), Some(row_gradients)) = (tied.output_gradients.pop_front(), row_gradients) else {
+                return Ok(());
+            };
+            let OutputGradient { micro_batch, gradient: output_gradient, memory: _memory } = oldest;
             let (batch, module) = (&step.batches[micro_batch], &self.module);
             let weight = self.engine.weight(tied.param);
             let (scalar, _) = self.engine.forward_stage(micro_batch, 0, |layers| {
                 let lookup = layers.lookup.as_ref().expect("the rank of the last stage has the lookup");
                 let rows = lookup.forward(&module.input(batch)?, batch)?;
-                delivering(&rows, row_gradients.tensor, &weight, of_output)
+                deliver_gradients(&rows, row_gradients.tensor, &weight, output_gradient)
             })?;
             self.engine.backward_stage(&scalar, None)?;
         }
@@ -507,7 +509,7 @@ impl<B> PipelineEngine<B> {
         }
         if tied.is_last {
             let tensor = self.engine.weight(tied.param).detach();
-            let weight = BoundaryTensor { tensor, next_draw: 0, held: None };
+            let weight = BoundaryTensor { tensor, next_draw: 0, memory: None };
             self.tied_messages.send(BoundaryMessageKind::TiedWeight, (0, 0), tied.ends[0], &weight)?;
             return self.tied_messages.finish();
         }

@@ -16,7 +16,7 @@ use std::sync::Arc;
 /// The communicators of a rank in a pipeline, and the division of the model.
 pub(in crate::engine) struct PipelineSetup {
     /// The ranks along the pipeline. This rank's number among them is its position.
-    pub(super) along: Arc<dyn Communicator>,
+    pub(super) pipeline_comm: Arc<dyn Communicator>,
     /// The ranks that train the same stages on different data.
     pub(super) data: Arc<dyn Communicator>,
     pub(super) division: Arc<PipelineDivision>,
@@ -45,13 +45,14 @@ impl PipelineSetup {
         // of the same stage stay on a host.
         let several_hosts = job.ranks_here().len() < job.size();
         let mesh = if several_hosts { mesh.with_outermost(MeshAxis::Pipeline) } else { mesh };
-        let along = job.group(&mesh.groups(&[MeshAxis::Pipeline]))?;
+        let pipeline_comm = job.group(&mesh.groups(&[MeshAxis::Pipeline]))?;
         let data = job.group(&mesh.groups(&[MeshAxis::Data]))?;
         let times = measure(&mesh)?;
-        let division = PipelineDivision::new(module, config, along.size(), (source, is_buffer), times.as_ref())?;
-        let end = |stage: usize| mesh.moved(job.rank(), MeshAxis::Pipeline, division.stages.rank_of(stage));
+        let ranks = pipeline_comm.size();
+        let division = PipelineDivision::new(module, config, ranks, (source, is_buffer), times.as_ref())?;
+        let end = |stage: usize| mesh.with_coordinate(job.rank(), MeshAxis::Pipeline, division.stages.rank_of(stage));
         let ends = [0, division.stages.stages() - 1].map(end);
-        Ok(Self { along, data, division: Arc::new(division), job: job.clone(), mesh, ends })
+        Ok(Self { pipeline_comm, data, division: Arc::new(division), job: job.clone(), mesh, ends })
     }
 
     /// Returns the communicator of all ranks of the job.
@@ -72,7 +73,7 @@ impl PipelineSetup {
     /// Returns the name of the parameter of which this rank has a copy, if there is one. The rank of the last stage
     /// trains that parameter.
     pub(in crate::engine) fn copied(&self) -> Option<String> {
-        self.division.copied(self.along.rank()).map(str::to_owned)
+        self.division.copied(self.pipeline_comm.rank()).map(str::to_owned)
     }
 
     /// Collective along the pipeline: returns the indices that are in `used` on any rank, and whether any rank
@@ -83,7 +84,7 @@ impl PipelineSetup {
         trains: bool,
     ) -> Result<(BTreeSet<usize>, bool)> {
         let numbers: Vec<String> = used.iter().map(ToString::to_string).collect();
-        let all = texts(&*self.along, &format!("{} {}", u8::from(trains), numbers.join(" ")))?;
+        let all = texts(&*self.pipeline_comm, &format!("{} {}", u8::from(trains), numbers.join(" ")))?;
         let words = || all.iter().map(|text| text.split(' '));
         let used = words().flat_map(|words| words.skip(1).filter_map(|number| number.parse().ok())).collect();
         Ok((used, words().any(|mut words| words.next() == Some("1"))))
@@ -91,7 +92,7 @@ impl PipelineSetup {
 
     /// Returns whether this rank prints and reports for all ranks of its pipeline.
     pub(in crate::engine) fn reports(&self) -> bool {
-        self.along.rank() == 0
+        self.pipeline_comm.rank() == 0
     }
 
     /// Returns the context of this rank. `names` are those of its parameters, in order of registration.
@@ -99,10 +100,10 @@ impl PipelineSetup {
         let mut all_names: Vec<(usize, &String)> =
             self.division.numbers.iter().map(|(name, number)| (*number, name)).collect();
         all_names.sort_unstable();
-        let is_last = self.division.is_last(self.along.rank());
+        let is_last = self.division.is_last(self.pipeline_comm.rank());
         let is_copy = |name: &&str| !is_last && self.division.tied.as_deref() == Some(*name);
         PipelineContext {
-            comm: self.along.clone(),
+            comm: self.pipeline_comm.clone(),
             job: self.job.clone(),
             mesh: self.mesh,
             copied: names.clone().position(|name| is_copy(&name)),

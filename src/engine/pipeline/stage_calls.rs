@@ -51,7 +51,7 @@ impl<M> Engine<M> {
     }
 
     /// Records that this rank keeps `bytes` of a micro batch for its backward pass.
-    pub(super) fn held_activations(&self, bytes: usize) -> MemoryLedgerEntry {
+    pub(super) fn record_activations(&self, bytes: usize) -> MemoryLedgerEntry {
         self.ledger().hold_in(MemoryTier::of(self.device()), MemoryKind::StageActivations, bytes)
     }
 
@@ -146,7 +146,7 @@ impl<M> Engine<M> {
         self.reporter.micro_step = Some(start);
         self.accumulation.micro_steps = earlier;
         self.micro_steps += earlier;
-        self.phase = MicroStepPhase::Backwarded;
+        self.phase = MicroStepPhase::AfterBackward;
     }
 
     /// Returns parameter `param`, which this rank keeps in full.

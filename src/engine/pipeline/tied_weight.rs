@@ -29,46 +29,46 @@ pub(super) struct TiedWeight {
     pub is_first: bool,
     pub is_last: bool,
     /// For each micro batch, the last operation of this rank on which the first stage's backward pass depends.
-    pub looked_up_after: Vec<usize>,
+    pub lookup_dependencies: Vec<usize>,
     /// The output's parts of the gradient, by micro batch, oldest first.
-    pub kept: VecDeque<KeptGradient>,
+    pub output_gradients: VecDeque<OutputGradient>,
     /// The gradients of looked-up rows that this rank, which holds both stages, has computed, oldest first.
-    pub looked_up: VecDeque<BoundaryTensor>,
+    pub lookup_gradients: VecDeque<BoundaryTensor>,
 }
 
 /// The output's part of the gradient for a micro batch.
-pub(super) struct KeptGradient {
+pub(super) struct OutputGradient {
     pub micro_batch: usize,
-    pub of_output: Grad,
+    pub gradient: Grad,
     #[allow(dead_code, reason = "held for its Drop")]
-    pub held: MemoryLedgerEntry,
+    pub memory: MemoryLedgerEntry,
 }
 
 impl TiedWeight {
     /// Collective along the pipeline: returns this rank's role in training the weight `name`, or `None` if the weight
     /// is frozen or this rank does not have it.
-    pub fn agreed<M>(
+    pub fn agree<M>(
         engine: &Engine<M>,
         name: &str,
-        along: &dyn Communicator,
+        pipeline_comm: &dyn Communicator,
         ends: [usize; 2],
         schedule: PipelineSchedule,
     ) -> Result<Option<Self>> {
-        let rank = along.rank();
+        let rank = pipeline_comm.rank();
         let is_first = schedule.rank_of(0) == rank;
         let is_last = schedule.rank_of(schedule.stages() - 1) == rank;
         let local_param = engine.param_named(name);
         let trained = is_last && local_param.is_some_and(|(_, is_trained)| is_trained);
-        let trained = along.gather_f64(vec![f64::from(u8::from(trained))]).wait()?;
+        let trained = pipeline_comm.gather_f64(vec![f64::from(u8::from(trained))]).wait()?;
         let param = local_param.filter(|_| trained.iter().any(|trained| trained[0] != 0.0));
         Ok(param.map(|(param, _)| Self {
             param,
             ends,
             is_first,
             is_last,
-            looked_up_after: schedule.needed_by_first_stage(rank),
-            kept: VecDeque::new(),
-            looked_up: VecDeque::new(),
+            lookup_dependencies: schedule.needed_by_first_stage(rank),
+            output_gradients: VecDeque::new(),
+            lookup_gradients: VecDeque::new(),
         }))
     }
 }

@@ -17,7 +17,7 @@ use crate::util::lock;
 use crate::zero::gather::coalesced_layout::CoalescedLayout;
 use crate::zero::reduce::gradient_reducer::{self, ArrivedGradient, ReducePlan};
 use crate::zero::share::share_storage::ShareStorage;
-use crate::zero::share::state_storage::lie_on_gpu;
+use crate::zero::share::state_storage::weights_are_on_gpu;
 use crate::zero::share::sub_group::{SubGroup, SubGroupPosition, SweepMode};
 use crate::zero::share::sub_group_builder::{self, SubGroupStateKind};
 use crate::zero::step::pipeline_vote::PipelineVote;
@@ -40,13 +40,13 @@ pub(in crate::estimate) struct RehearsedCollective {
 
 impl<'a> sub_group_builder::StateFileBuilder<Rehearsal<'a>> for RehearsedFileBuilder {
     fn begin(&self, state: SubGroupStateKind, _: SubGroupKey, dtype: DType) -> Result<RehearsedExtent> {
-        Ok(RehearsedExtent { dtype, held: Rc::new(RefCell::new(self.0.hold_in(MemoryTier::File, state.kind(), 0))) })
+        Ok(RehearsedExtent { dtype, memory: Rc::new(RefCell::new(self.0.hold_in(MemoryTier::File, state.kind(), 0))) })
     }
 
     fn grow(&mut self, space: &RehearsedExtent, count: usize) -> Result<()> {
-        let mut held = space.held.borrow_mut();
-        let bytes = held.bytes() + count * space.dtype.size_in_bytes();
-        held.resize(bytes);
+        let mut memory = space.memory.borrow_mut();
+        let bytes = memory.bytes() + count * space.dtype.size_in_bytes();
+        memory.resize(bytes);
         Ok(())
     }
 
@@ -57,7 +57,7 @@ impl<'a> sub_group_builder::StateFileBuilder<Rehearsal<'a>> for RehearsedFileBui
         allocate: impl FnOnce() -> Result<TrackedBuffer<MetaBuffer>>,
     ) -> Result<Option<TrackedBuffer<MetaBuffer>>> {
         let memory = allocate()?;
-        space.held.borrow_mut().resize(0);
+        space.memory.borrow_mut().resize(0);
         Ok(Some(memory))
     }
 }
@@ -66,11 +66,11 @@ impl ShareStorage for Rehearsal<'_> {
     type Buffer = MetaBuffer;
     type Files = RehearsedFiles;
 
-    fn share_place(&self) -> &MemoryTier {
-        &self.share_place
+    fn share_location(&self) -> &MemoryTier {
+        &self.share_location
     }
 
-    fn model_place(&self) -> &MemoryTier {
+    fn model_location(&self) -> &MemoryTier {
         &self.tier
     }
 
@@ -108,8 +108,8 @@ impl StepExecutor for Rehearsal<'_> {
         lock(&self.groups)
     }
 
-    fn place(&self, param: ParamId) -> (usize, usize) {
-        self.places[param]
+    fn slot_of(&self, param: ParamId) -> (usize, usize) {
+        self.param_slots[param]
     }
 
     fn windows(&self) -> WindowSettings {
@@ -125,7 +125,7 @@ impl StepExecutor for Rehearsal<'_> {
     ) -> Result<RehearsedCollective> {
         let (len, dtype, world) = (buffer.len(), buffer.dtype(), self.mesh_of(params).world_size());
         // Data that leaves a GPU is sent from a copy on the host.
-        let needs_copy = MetaBuffer::is_device(&buffer.place()) && world > 1;
+        let needs_copy = MetaBuffer::is_device(&buffer.location()) && world > 1;
         let result = collective.result_len(len, world);
         buffer.truncate(result);
         buffer.extend_zeros(result - buffer.len())?;
@@ -176,13 +176,13 @@ impl StepExecutor for Rehearsal<'_> {
             self.ledger.hold_in(windows_tier(self.zero(), kind), MemoryKind::Staging, WINDOWS_BYTES)
         });
         let hold = |tier, bytes| self.ledger.hold_in(tier, kind.memory_kind(), bytes);
-        let entries = [hold(buffer.place(), buffer.capacity_in_bytes()), hold(*to, target_len * size)];
+        let entries = [hold(buffer.location(), buffer.capacity_in_bytes()), hold(*to, target_len * size)];
         let mut target = MetaBuffer::with_capacity(to, buffer.dtype(), target_len)?;
         target.extend_zeros(buffer.len())?;
         Ok((target, entries))
     }
 
-    fn arrived(&self, (buffer, _held): (MetaBuffer, [MemoryLedgerEntry; 2])) -> Result<MetaBuffer> {
+    fn wait_for_copy(&self, (buffer, _held): (MetaBuffer, [MemoryLedgerEntry; 2])) -> Result<MetaBuffer> {
         Ok(buffer)
     }
 
@@ -212,11 +212,11 @@ impl gradient_reducer::GradientBackend for Rehearsal<'_> {
     }
 
     fn tier_of(grad: &MetaBuffer) -> MemoryTier {
-        grad.place()
+        grad.location()
     }
 
     fn zeros(&self, param: &Param) -> MetaBuffer {
-        MetaBuffer::whole(self.tier, param.weights.dtype(self.dtype()), param.numel)
+        MetaBuffer::with_len(self.tier, param.weights.dtype(self.dtype()), param.numel)
     }
 
     fn sum(a: MetaBuffer, _: MetaBuffer) -> Result<MetaBuffer> {
@@ -229,7 +229,7 @@ impl gradient_reducer::GradientBackend for Rehearsal<'_> {
         layout: &CoalescedLayout,
         _: Vec<ArrivedGradient<MetaBuffer>>,
     ) -> Result<MetaBuffer> {
-        Ok(MetaBuffer::whole(self.tier, plan.dtype, layout.chunk * layout.mesh.world_size()))
+        Ok(MetaBuffer::with_len(self.tier, plan.dtype, layout.chunk * layout.mesh.world_size()))
     }
 }
 
@@ -243,14 +243,15 @@ impl state_sweep::StepBackend for Rehearsal<'_> {
         _: &mut impl FnMut(&SubGroupPosition, Range<usize>, ParamSlice<'_, '_>),
     ) -> Result<()> {
         self.compute(StepPhase::Update, range.len());
-        let crosses_devices = lie_on_gpu(self, group.weights.as_ref()) && !MetaBuffer::is_device(&self.share_place);
+        let crosses_devices =
+            weights_are_on_gpu(self, group.weights.as_ref()) && !MetaBuffer::is_device(&self.share_location);
         if crosses_devices && mode.has_weights() && mode.changes() {
             // The largest piece is in memory, as is the piece before it, which is still being transferred.
             let len = group.slots.iter().map(|slot| slot.owned.len().min(UPDATE_CHUNK)).max().unwrap_or(0);
-            let piece = || MetaBuffer::whole(MemoryTier::Host, group.class.weights.dtype(self.dtype()), len);
+            let piece = || MetaBuffer::with_len(MemoryTier::Host, group.class.weights.dtype(self.dtype()), len);
             let pending_copy = self.send(CopyPayloadKind::Updates, piece(), &self.tier, len)?;
             let _next = self.ledger.hold(MemoryKind::Buckets, piece().capacity_in_bytes());
-            self.arrived(pending_copy)?;
+            self.wait_for_copy(pending_copy)?;
         }
         Ok(())
     }

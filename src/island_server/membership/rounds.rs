@@ -53,7 +53,7 @@ impl Membership {
             }
             self.actions.push(ServerAction::Record(IslandEvent::Begin { slot }));
             self.send_to_island(slot, &Frame::new(FrameKind::Begin, Vec::new()));
-            self.tell(format!("island {slot} begins: no other island is left"));
+            self.print(format!("island {slot} begins: no other island is left"));
         }
         self.forget_an_empty_run();
     }

@@ -27,7 +27,7 @@ impl TestServer {
             match action {
                 ServerAction::Send(to, frame) => self.sent.entry(to).or_default().push(frame),
                 ServerAction::Record(event) => self.events.push(event),
-                ServerAction::Close(_) | ServerAction::Tell(_) => {}
+                ServerAction::Close(_) | ServerAction::Print(_) => {}
             }
         }
     }

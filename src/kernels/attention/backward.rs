@@ -38,7 +38,7 @@ pub(super) struct BackwardInputs<'a, E> {
 
 /// Returns the number of elements of a part: the sums of dk followed by those of dv, before they are scaled and
 /// rounded.
-pub(super) fn part<T: ScoreTiles>(h: &AttentionShape) -> usize {
+pub(super) fn part_len<T: ScoreTiles>(h: &AttentionShape) -> usize {
     let layout = HeadBufferLayout::new::<T>(h);
     2 * layout.time * layout.width
 }
@@ -56,7 +56,7 @@ pub(super) unsafe fn key_head<T: ScoreTiles + PackElementsToWords<E>, E: Element
     gradients: [HeadRowsMut<'_, E>; 2],
     scratch: &mut AttentionScratch,
 ) {
-    let part = part::<T>(h);
+    let part = part_len::<T>(h);
     let member_len = if h.group() > 1 { part } else { 0 };
     let lengths =
         [part, member_len, keys_length::<T>(h), BLOCKS * BLOCK * HeadBufferLayout::new::<T>(h).width + 3 * TILE];
@@ -116,7 +116,7 @@ pub(super) unsafe fn add_parts<T: ScoreTiles, E: Element>(
     (parts, stride): (&mut [f32], usize),
     gradients: [HeadRowsMut<'_, E>; 2],
 ) {
-    let len = part::<T>(h);
+    let len = part_len::<T>(h);
     let (sums, others) = parts.split_at_mut(stride);
     let sums = &mut sums[..len];
     // SAFETY: as the caller promises.
@@ -181,7 +181,7 @@ impl<'a> PackedKeyHead<'a> {
         memory: &'a mut [f32],
     ) -> Self {
         let HeadBufferLayout { words, width, time, .. } = HeadBufferLayout::new::<T>(h);
-        let [k, v] = [inputs.k, inputs.v].map(|rows| rows.of(seq_head.first, seq_head.head, h.head));
+        let [k, v] = [inputs.k, inputs.v].map(|rows| rows.head_rows(seq_head.first, seq_head.head, h.head));
         let (keys, rest) = memory.split_at_mut(time * words);
         let (values, across) = rest.split_at_mut(time * words);
         // SAFETY: as the caller promises.
@@ -221,10 +221,10 @@ unsafe fn query_gradients<T: ScoreTiles + PackElementsToWords<E>, E: Element>(
     let (g, g_keys) = tiles.split_at_mut(TILE);
     let (dq_sums, blocks) = blocks.split_at_mut(BLOCK * width);
     let (q_block, dout_block) = blocks.split_at_mut(2 * BLOCK * width);
-    let q = inputs.q.of(seq_head.first, seq_head.head, h.head);
+    let q = inputs.q.head_rows(seq_head.first, seq_head.head, h.head);
     let [out, dout] = [inputs.out, inputs.dout]
-        .map(|data| MultiHeadRows::new(data, h.heads * h.head).of(seq_head.first, seq_head.head, h.head));
-    let lse = MultiHeadRows::new(inputs.lse, h.heads).of(seq_head.first, seq_head.head, 1);
+        .map(|data| MultiHeadRows::new(data, h.heads * h.head).head_rows(seq_head.first, seq_head.head, h.head));
+    let lse = MultiHeadRows::new(inputs.lse, h.heads).head_rows(seq_head.first, seq_head.head, 1);
     let (scale, cap) = rule.to_powers();
     dk_sums.fill(0.0);
     dv_sums.fill(0.0);
@@ -232,11 +232,11 @@ unsafe fn query_gradients<T: ScoreTiles + PackElementsToWords<E>, E: Element>(
         let n = BLOCK.min(h.time - start);
         let padded = n.next_multiple_of(BAND);
         // Queries that only pad the block have probability 0.
-        let mut statistics = BackwardRowStatistics { lse: [f32::INFINITY; BLOCK], along: [0.0; BLOCK] };
+        let mut statistics = BackwardRowStatistics { lse: [f32::INFINITY; BLOCK], dout_dot_out: [0.0; BLOCK] };
         statistics.lse.iter_mut().zip(start..start + n).for_each(|(value, t)| *value = lse.row(t)[0] * LOG2_E);
         // SAFETY: as the caller promises.
         unsafe {
-            pack::dots::<T::V, E>([out, dout], start..start + n, &mut statistics.along);
+            pack::dots::<T::V, E>([out, dout], start..start + n, &mut statistics.dout_dot_out);
             let (q_transposed, q_across) = pack_block::<T, E>(q, start..start + n, (words, width, padded), q_block);
             let (dout_transposed, dout_across) =
                 pack_block::<T, E>(dout, start..start + n, (words, width, padded), dout_block);

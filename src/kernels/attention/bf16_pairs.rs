@@ -62,7 +62,7 @@ pub(super) unsafe fn along_queries_in_place(tile: &mut [f32], s: TileShape) {
                     for query in (0..s.queries).step_by(2 * BAND) {
                         let is_pair = query + BAND < s.queries;
                         let second = if is_pair { Avx512Bf16::load(row.add(query + BAND)) } else { Avx512Bf16::zero() };
-                        Avx512Bf16::row(Avx512Bf16::load(row.add(query)), second).store(row.add(query / 2));
+                        Avx512Bf16::concat_to_bf16(Avx512Bf16::load(row.add(query)), second).store(row.add(query / 2));
                     }
                 }
             },

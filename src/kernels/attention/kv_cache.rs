@@ -48,15 +48,15 @@ pub struct KvCacheView<'a, E> {
     /// The number of positions for which there is room: a result of [`capacity_for`].
     pub capacity: usize,
     /// The number of positions before the new ones.
-    pub before: usize,
+    pub past_len: usize,
 }
 
-/// Writes the keys of `h.time` new positions after the `before` cached ones.
+/// Writes the keys of `h.time` new positions after the `past_len` cached ones.
 ///
-/// Panics if `to` has no room for them, as does [`keep_values`].
-pub fn keep_keys<E: Element>(h: &AttentionShape, rows: MultiHeadRows<'_, E>, before: usize, to: &mut [E]) {
+/// Panics if `to` has no room for them, as does [`store_values`].
+pub fn store_keys<E: Element>(h: &AttentionShape, rows: MultiHeadRows<'_, E>, past_len: usize, to: &mut [E]) {
     for_each_head(h, rows, to, |t, row, to| {
-        let position = before + t;
+        let position = past_len + t;
         let block = &mut to[position / BLOCK * BLOCK * h.head..][..BLOCK * h.head];
         for (to, x) in block.chunks_exact_mut(BLOCK).zip(row) {
             to[position % BLOCK] = *x;
@@ -65,8 +65,8 @@ pub fn keep_keys<E: Element>(h: &AttentionShape, rows: MultiHeadRows<'_, E>, bef
 }
 
 /// Writes the values of the new positions.
-pub fn keep_values<E: Element>(h: &AttentionShape, rows: MultiHeadRows<'_, E>, before: usize, to: &mut [E]) {
-    for_each_head(h, rows, to, |t, row, to| to[(before + t) * h.head..][..h.head].copy_from_slice(row));
+pub fn store_values<E: Element>(h: &AttentionShape, rows: MultiHeadRows<'_, E>, past_len: usize, to: &mut [E]) {
+    for_each_head(h, rows, to, |t, row, to| to[(past_len + t) * h.head..][..h.head].copy_from_slice(row));
 }
 
 /// Calls `write` with each new position, its vector and the memory of its head.
@@ -98,9 +98,9 @@ pub fn forward_cached<E: Element>(
     rule.check_sinks(h);
     h.check(out.len(), h.batch * h.heads * h.time);
     assert!(
-        cached.capacity.is_multiple_of(BLOCK) && cached.before + h.time <= cached.capacity,
+        cached.capacity.is_multiple_of(BLOCK) && cached.past_len + h.time <= cached.capacity,
         "{} cached and {} exceed the cache's capacity of {}, or it is not a multiple of {BLOCK}",
-        cached.before,
+        cached.past_len,
         counted(h.time, "new position"),
         cached.capacity
     );
@@ -116,7 +116,7 @@ pub fn forward_cached<E: Element>(
             cached.capacity
         );
     }
-    let visible = |t: usize| (cached.before + t + 1).min(rule.window.unwrap_or(usize::MAX));
+    let visible = |t: usize| (cached.past_len + t + 1).min(rule.window.unwrap_or(usize::MAX));
     let multiplications = 2 * h.head * h.batch * h.heads * (0..h.time).map(visible).sum::<usize>();
     mac_count::add([multiplications]);
     let task = |task: usize, out: HeadRowsMut<'_, E>| {
@@ -125,7 +125,7 @@ pub fn forward_cached<E: Element>(
         let q = |head| q.head(h, batch, kv_head * h.group() + head);
         let sinks = rule.sinks.map(|sinks| &sinks[kv_head * h.group()..][..h.group()]);
         SCRATCH.with_borrow_mut(|scratch| {
-            one_key_head((h, rule), sinks, q, ([keys, values], cached.before), out, scratch);
+            one_key_head((h, rule), sinks, q, ([keys, values], cached.past_len), out, scratch);
         });
     };
     let tasks = h.batch * h.kv_heads;
@@ -143,7 +143,7 @@ fn one_key_head<'a, E: Element>(
     (h, rule): (&AttentionShape, &AttentionRule<'_>),
     sinks: Option<&[f32]>,
     q: impl Fn(usize) -> HeadRows<'a, E>,
-    ([keys, values], before): ([&[E]; 2], usize),
+    ([keys, values], past_len): ([&[E]; 2], usize),
     mut out: HeadRowsMut<'_, E>,
     scratch: &mut AttentionScratch,
 ) {
@@ -153,7 +153,7 @@ fn one_key_head<'a, E: Element>(
         let n = QUERIES.min(h.time * group - first);
         // A row is a query. Rows are ordered by position, and then by head of the group.
         let position_and_head = |row: usize| ((first + row) / group, (first + row) % group);
-        let key_end = |row: usize| before + position_and_head(row).0 + 1;
+        let key_end = |row: usize| past_len + position_and_head(row).0 + 1;
         let key_start = |row: usize| rule.window.map_or(0, |window| key_end(row).saturating_sub(window));
         let (min_key, end_key) = (key_start(0), key_end(n - 1));
         let stride = end_key.next_multiple_of(BLOCK);
@@ -311,22 +311,22 @@ mod tests {
         let capacity = capacity_for(all.time) + BLOCK;
         let [mut keys, mut values] = [1, 2].map(|seed| numbers::<E>(all.batch * capacity * kv_width, seed));
         let mut out = vec![E::default(); at_once.len()];
-        let mut before = 0;
+        let mut past_len = 0;
         for &time in pieces {
             let h = AttentionShape { time, ..*all };
             // The rows of these positions in every sequence.
-            let rows = |sequence: &[E]| sequence[before * stride..][..time * stride].to_vec();
+            let rows = |sequence: &[E]| sequence[past_len * stride..][..time * stride].to_vec();
             let piece: Vec<E> = qkv.chunks_exact(all.time * stride).flat_map(rows).collect();
             let [q, k, v] = columns.map(|column| part(&piece, column, stride));
-            keep_keys(&h, MultiHeadRows::new(&k, stride), before, &mut keys);
-            keep_values(&h, MultiHeadRows::new(&v, stride), before, &mut values);
+            store_keys(&h, MultiHeadRows::new(&k, stride), past_len, &mut keys);
+            store_values(&h, MultiHeadRows::new(&v, stride), past_len, &mut values);
             let mut y = vec![E::default(); all.batch * time * q_width];
-            let cached = KvCacheView { keys: &keys, values: &values, capacity, before };
+            let cached = KvCacheView { keys: &keys, values: &values, capacity, past_len };
             forward_cached((&h, rule), MultiHeadRows::new(&q, stride), cached, &mut y);
             for (out, y) in out.chunks_exact_mut(all.time * q_width).zip(y.chunks_exact(time * q_width)) {
-                out[before * q_width..][..time * q_width].copy_from_slice(y);
+                out[past_len * q_width..][..time * q_width].copy_from_slice(y);
             }
-            before += time;
+            past_len += time;
         }
         [out, at_once]
     }

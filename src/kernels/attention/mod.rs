@@ -29,7 +29,7 @@ mod softmax;
 mod strided;
 mod tile_product;
 
-pub use kv_cache::{KvCacheView, capacity_for, forward_cached, keep_keys, keep_values};
+pub use kv_cache::{KvCacheView, capacity_for, forward_cached, store_keys, store_values};
 pub use rule::{AttentionRule, SequenceSpan};
 pub use shape::AttentionShape;
 pub use strided::{MultiHeadRows, MultiHeadRowsMut};
@@ -81,7 +81,7 @@ pub fn backward<E: Element>(
     // Five products: the recomputed scores, the probabilities' gradients, and the three results.
     mac_count::add([5, rule.pairs(h), h.head]);
     let spans = rule.spans(h);
-    let group_tasks = whole_groups(h, spans.len(), rayon::current_num_threads());
+    let group_tasks = whole_group_task_count(h, spans.len(), rayon::current_num_threads());
     backward_on(SimdMethod::of::<E>(level()), (h, rule), &inputs, (&spans, group_tasks), gradients);
 }
 
@@ -132,13 +132,13 @@ fn forward_on<E: Element>(
     for_each(spans.len() * h.heads, |task| {
         let (span, head) = (spans[task / h.heads], task % h.heads);
         let sizes = span.sizes(h);
-        let q = q.of(span.first, head, h.head);
-        let [k, v] = [k, v].map(|rows| rows.of(span.first, head / h.group(), h.head));
+        let q = q.head_rows(span.first, head, h.head);
+        let [k, v] = [k, v].map(|rows| rows.head_rows(span.first, head / h.group(), h.head));
         SCRATCH.with_borrow_mut(|scratch| {
             // SAFETY: the processor has the level of the path; spans do not overlap, and each head of each span is
             // taken once.
             with_words_of!(path, T => unsafe {
-                let (out, lse) = (out.take_some(span, head, 1), lse.take_some(span, head, 1));
+                let (out, lse) = (out.take_heads(span, head, 1), lse.take_heads(span, head, 1));
                 let sink = rule.sinks.map(|sinks| sinks[head]);
                 forward::one_head::<T, E>((&sizes, rule), sink, [q, k, v], (out, lse), scratch)
             });
@@ -149,7 +149,7 @@ fn forward_on<E: Element>(
 /// Returns the number of key heads (over all sequences) that the backward pass computes in one task each. For the last
 /// key heads, each query head is a separate task: with few key heads per thread, some threads would otherwise have one
 /// task fewer.
-fn whole_groups(h: &AttentionShape, sequences: usize, threads: usize) -> usize {
+fn whole_group_task_count(h: &AttentionShape, sequences: usize, threads: usize) -> usize {
     let all = sequences * h.kv_heads;
     if h.group() > 1 && all < 4 * threads { all / threads * threads } else { all }
 }
@@ -180,7 +180,7 @@ fn backward_with<T: ScoreTiles + PackElementsToWords<E>, E: Element>(
     let [dk, dv] = [dk, dv].map(|rows| rows.by_head(h.batch, h.time, h.kv_heads, h.head));
     // Returns the sequence and the key head of a group.
     let sequence_and_head = |i: usize| (spans[i / h.kv_heads], i % h.kv_heads);
-    let part = (group_tasks..all).map(|i| backward::part::<T>(&sequence_and_head(i).0.sizes(h))).max().unwrap_or(0);
+    let part = (group_tasks..all).map(|i| backward::part_len::<T>(&sequence_and_head(i).0.sizes(h))).max().unwrap_or(0);
     let mut parts: Vec<f32> = crate::kernels::buffer((all - group_tasks) * group * part);
     let each_part = ParallelChunks::new(&mut parts, part);
     for_each(group_tasks + (all - group_tasks) * group, |task| {
@@ -190,16 +190,16 @@ fn backward_with<T: ScoreTiles + PackElementsToWords<E>, E: Element>(
             unsafe {
                 if task < group_tasks {
                     let (span, head) = sequence_and_head(task);
-                    let gradients = [dk.take_some(span, head, 1), dv.take_some(span, head, 1)];
-                    let dq = dq.take_some(span, head * group, group);
+                    let gradients = [dk.take_heads(span, head, 1), dv.take_heads(span, head, 1)];
+                    let dq = dq.take_heads(span, head * group, group);
                     let (sizes, seq_head) = (span.sizes(h), SequenceHead { first: span.first, head });
                     backward::key_head::<T, E>((&sizes, rule), seq_head, inputs, dq, gradients, scratch);
                 } else {
                     let (span, kv_head) = sequence_and_head(group_tasks + (task - group_tasks) / group);
                     let head = kv_head * group + (task - group_tasks) % group;
-                    let (dq, part) = (dq.take_some(span, head, 1), each_part.take(task - group_tasks));
+                    let (dq, part) = (dq.take_heads(span, head, 1), each_part.take(task - group_tasks));
                     let (sizes, seq_head) = (span.sizes(h), SequenceHead { first: span.first, head });
-                    let part = &mut part[..backward::part::<T>(&sizes)];
+                    let part = &mut part[..backward::part_len::<T>(&sizes)];
                     backward::query_head::<T, E>((&sizes, rule), seq_head, inputs, dq, part, scratch);
                 }
             }
@@ -209,7 +209,7 @@ fn backward_with<T: ScoreTiles + PackElementsToWords<E>, E: Element>(
         let (span, head) = sequence_and_head(group_tasks + i);
         // SAFETY: the processor has the instructions; these groups are taken once.
         unsafe {
-            let gradients = [dk.take_some(span, head, 1), dv.take_some(span, head, 1)];
+            let gradients = [dk.take_heads(span, head, 1), dv.take_heads(span, head, 1)];
             backward::add_parts::<T, E>((&span.sizes(h), rule), (parts, part), gradients);
         }
     });

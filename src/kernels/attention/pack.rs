@@ -26,7 +26,7 @@ const LINE: usize = 64;
 unsafe fn load_words<W: PackElementsToWords<E>, E: Element>(row: &[E], w: usize) -> W::V {
     let offset = (w * W::DEPTH).min(row.len());
     // SAFETY: the caller is inside `with`; only the rest of the row is read.
-    unsafe { W::along(row.as_ptr().add(offset), row.len() - offset) }
+    unsafe { W::load_along_row(row.as_ptr().add(offset), row.len() - offset) }
 }
 
 /// Packs rows as words along them: word (t, w) is at `t * words + w`. Both dimensions are padded with zeros.
@@ -82,7 +82,7 @@ pub(super) unsafe fn by_columns<W: PackElementsToWords<E>, E: Element>(
                     for (i, dst) in dst.chunks_exact_mut(W::V::LANES).enumerate() {
                         let column = (i * W::V::LANES).min(row.len());
                         let (from, n) = (row.as_ptr().add(column), row.len() - column);
-                        W::across(from, src.row_stride(), rows.end - t, n).store(dst.as_mut_ptr());
+                        W::load_across_rows(from, src.row_stride(), rows.end - t, n).store(dst.as_mut_ptr());
                     }
                 }
             },

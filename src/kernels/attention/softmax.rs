@@ -67,7 +67,7 @@ impl TileMask for CausalMask {
     #[inline(always)]
     unsafe fn keep<V: SimdVector>(self, x: V, key: usize, other: V) -> V {
         // SAFETY: as the caller promises.
-        unsafe { x.keep_from_lane(key.saturating_sub(self.0), other) }
+        unsafe { x.blend_from_lane(key.saturating_sub(self.0), other) }
     }
 }
 
@@ -91,8 +91,8 @@ impl TileMask for WindowMask {
         let (start, end) = (lane(self.edge.to), lane(self.edge.from));
         // SAFETY: as the caller promises.
         unsafe {
-            let visible = other.keep_from_lane(end, x);
-            let visible = if start > 0 { visible.keep_from_lane(start, other) } else { visible };
+            let visible = other.blend_from_lane(end, x);
+            let visible = if start > 0 { visible.blend_from_lane(start, other) } else { visible };
             if self.diagonal { CausalMask(self.query).keep(visible, key, other) } else { visible }
         }
     }
@@ -213,12 +213,11 @@ pub(super) struct BackwardRowStatistics {
     /// The log-sum-exp to base 2.
     pub lse: [f32; BLOCK],
     /// The sum over keys of probabilities times their gradients.
-    pub along: [f32; BLOCK],
+    pub dout_dot_out: [f32; BLOCK],
 }
 
-/// Converts a tile of scores to probabilities p, and their gradients g to the scores' gradients p (g - along). With a
-/// cap, `p` contains capped scores at first, and the scores' gradients are multiplied by the cap's
-/// derivative.
+/// Converts a tile of scores to probabilities p, and their gradients g to the scores' gradients p (g - dout_dot_out).
+/// With a cap, `p` contains capped scores at first, and the scores' gradients are multiplied by the cap's derivative.
 ///
 /// # Safety
 /// The processor must have the instructions of `V`.
@@ -239,7 +238,7 @@ pub(super) unsafe fn score_gradients<V: SimdVector>(
                 for query in (0..s.queries).step_by(V::LANES) {
                     let at = [p.as_mut_ptr().add(query), g.as_mut_ptr().add(query)];
                     let visible = VisibleKeys::of::<V>(s, query);
-                    let stats = [&stats.lse, &stats.along].map(|x| V::load(x[query..].as_ptr()));
+                    let stats = [&stats.lse, &stats.dout_dot_out].map(|x| V::load(x[query..].as_ptr()));
                     let bounds = s.edge.map(|edge| WindowMask { query, diagonal: s.diagonal, edge });
                     match (bounds, cap) {
                         (None, None) => gradients_of::<V>(at, visible, CausalMask(query), (scale, NoSoftCap), stats),
@@ -289,7 +288,7 @@ unsafe fn gradients_of<V: SimdVector>(
     visible: VisibleKeys,
     mask: impl TileMask,
     (scale, slope): (f32, impl ScoreSlope),
-    [lse, along]: [V; 2],
+    [lse, dout_dot_out]: [V; 2],
 ) {
     // SAFETY: as the caller promises.
     unsafe {
@@ -299,13 +298,13 @@ unsafe fn gradients_of<V: SimdVector>(
             let score = V::load(p_at);
             let p = score.mul_sub(scale, lse).exp2();
             p.store(p_at);
-            slope.through(score, p.mul(V::load(g_at).sub(along))).store(g_at);
+            slope.through(score, p.mul(V::load(g_at).sub(dout_dot_out))).store(g_at);
         }
         for key in visible.all_end..visible.some_end {
             let (p_at, g_at) = (p_at.add(key * BLOCK), g_at.add(key * BLOCK));
             let score = V::load(p_at);
             let p = score.mul_sub(scale, lse).exp2();
-            let g = slope.through(score, p.mul(V::load(g_at).sub(along)));
+            let g = slope.through(score, p.mul(V::load(g_at).sub(dout_dot_out)));
             mask.keep(p, key, V::zero()).store(p_at);
             mask.keep(g, key, V::zero()).store(g_at);
         }

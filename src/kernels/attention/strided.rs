@@ -22,11 +22,11 @@ impl<'a, E> MultiHeadRows<'a, E> {
 
     /// Returns one head's vectors of one sequence.
     pub(super) fn head(&self, h: &AttentionShape, batch: usize, head: usize) -> HeadRows<'a, E> {
-        self.of(batch * h.time, head, h.head)
+        self.head_rows(batch * h.time, head, h.head)
     }
 
     /// Returns one head's vectors of `width` elements, starting at row `first`, counted over all sequences.
-    pub(super) fn of(&self, first: usize, head: usize, width: usize) -> HeadRows<'a, E> {
+    pub(super) fn head_rows(&self, first: usize, head: usize, width: usize) -> HeadRows<'a, E> {
         HeadRows {
             data: &self.data[first * self.row_stride + head * width..],
             row_stride: self.row_stride,
@@ -142,7 +142,7 @@ unsafe impl<'a, E: Send> DisjointParts for RowsByHeadMut<'a, E> {
     unsafe fn take(&self, index: usize) -> HeadRowsMut<'a, E> {
         let (batch, head) = (index / self.heads, index % self.heads);
         // SAFETY: the caller takes the head once.
-        unsafe { self.take_some(SequenceSpan { first: batch * self.time, len: self.time }, head, 1) }
+        unsafe { self.take_heads(SequenceSpan { first: batch * self.time, len: self.time }, head, 1) }
     }
 }
 
@@ -151,7 +151,7 @@ impl<'a, E> RowsByHeadMut<'a, E> {
     ///
     /// # Safety
     /// Each position of a head may be taken only once.
-    pub(super) unsafe fn take_some(&self, span: SequenceSpan, head: usize, n: usize) -> HeadRowsMut<'a, E> {
+    pub(super) unsafe fn take_heads(&self, span: SequenceSpan, head: usize, n: usize) -> HeadRowsMut<'a, E> {
         let positions = self.batch * self.time;
         assert!(
             span.first + span.len <= positions && head + n <= self.heads,

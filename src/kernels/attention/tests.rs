@@ -60,7 +60,7 @@ impl<E: Element> Case<E> {
 
     fn run(&self, path: SimdMethod) -> (Vec<E>, Vec<f32>, Vec<E>) {
         let sequences = self.rule().spans(&self.h).len();
-        self.run_with(path, whole_groups(&self.h, sequences, rayon::current_num_threads()))
+        self.run_with(path, whole_group_task_count(&self.h, sequences, rayon::current_num_threads()))
     }
 
     /// Runs both passes. The backward passes of the first `group_tasks` key heads are one task each.
@@ -255,12 +255,12 @@ fn a_groups_gradients_have_the_same_bits_in_one_task_and_in_one_for_each_head() 
 #[test]
 fn groups_are_whole_unless_threads_would_wait_for_them() {
     let h = |batch, kv_heads| AttentionShape { batch, time: 1, heads: 8, kv_heads, head: 1 };
-    assert_eq!(whole_groups(&h(1, 2), 1, 4), 0);
-    assert_eq!(whole_groups(&h(3, 2), 3, 4), 4);
-    assert_eq!(whole_groups(&h(2, 2), 2, 4), 4);
-    assert_eq!(whole_groups(&h(9, 2), 9, 4), 18, "many tasks for each thread");
-    assert_eq!(whole_groups(&h(1, 8), 1, 3), 8, "no groups");
-    assert_eq!(whole_groups(&h(1, 2), 9, 4), 18, "the sequences of one row are counted, too");
+    assert_eq!(whole_group_task_count(&h(1, 2), 1, 4), 0);
+    assert_eq!(whole_group_task_count(&h(3, 2), 3, 4), 4);
+    assert_eq!(whole_group_task_count(&h(2, 2), 2, 4), 4);
+    assert_eq!(whole_group_task_count(&h(9, 2), 9, 4), 18, "many tasks for each thread");
+    assert_eq!(whole_group_task_count(&h(1, 8), 1, 3), 8, "no groups");
+    assert_eq!(whole_group_task_count(&h(1, 2), 9, 4), 18, "the sequences of one row are counted, too");
 }
 
 #[test]

@@ -54,11 +54,11 @@ pub(super) const MIN_PARALLEL_MULTIPLICATIONS: usize = 1 << 20;
 
 /// Computes `c = epilogue(a b)`. The processor must have the instructions of the words' arithmetic.
 pub(super) fn gemm<W: ElementArithmetic<E> + Microkernels, E: Element, C: Element>(
-    sink: &EpilogueOutput<'_, C>,
+    output: &EpilogueOutput<'_, C>,
     a: Matrix<'_, E>,
     b: Matrix<'_, E>,
 ) {
-    let plan = GemmPlan::new::<W>(sink, (a, b), bytes_of(&b));
+    let plan = GemmPlan::new::<W>(output, (a, b), bytes_of(&b));
     let threads = if plan.multiplications() <= MIN_PARALLEL_MULTIPLICATIONS { 1 } else { rayon::current_num_threads() };
     with_words(plan.words_of_a(), |packed_a| {
         with_words(plan.waiting_sums::<W>(), |sums| {
@@ -67,7 +67,7 @@ pub(super) fn gemm<W: ElementArithmetic<E> + Microkernels, E: Element, C: Elemen
                     let rows = plan.regions.piece(region).len();
                     let grid = TaskGrid::new::<W>(rows, plan.cols(), plan.words_per_column(), threads);
                     let part = plan.part(region, span, grid, packed_a, sums);
-                    let tasks = part.packs() + part.products();
+                    let tasks = part.pack_task_count() + part.product_task_count();
                     let task = |task| part.run::<W>(task);
                     if threads == 1 { (0..tasks).for_each(task) } else { parallel::for_each(tasks, task) }
                 }
@@ -78,7 +78,7 @@ pub(super) fn gemm<W: ElementArithmetic<E> + Microkernels, E: Element, C: Elemen
 
 /// A product, and the division of its operands into blocks and spans of the inner dimension, and into regions of rows.
 pub(super) struct GemmPlan<'a, E, C> {
-    sink: &'a EpilogueOutput<'a, C>,
+    output: &'a EpilogueOutput<'a, C>,
     a: GemmOperand<E>,
     b: GemmOperand<E>,
     layout: OperandLayout,
@@ -96,7 +96,7 @@ pub(super) struct GemmPlan<'a, E, C> {
 impl<'a, E: Element, C: Element> GemmPlan<'a, E, C> {
     /// Plans a product. `bytes_of_b` is the size of the right operands of all products that are computed together.
     pub(super) fn new<W: ElementArithmetic<E>>(
-        sink: &'a EpilogueOutput<'a, C>,
+        output: &'a EpilogueOutput<'a, C>,
         (a, b): (Matrix<'a, E>, Matrix<'a, E>),
         bytes_of_b: usize,
     ) -> Self {
@@ -133,13 +133,13 @@ impl<'a, E: Element, C: Element> GemmPlan<'a, E, C> {
         };
         let max_span_blocks = if packed_b == ColumnPackingMode::Kept { SPAN_BLOCKS } else { usize::MAX };
         let spans = EvenSplit::new(blocks.count, max_span_blocks, 1);
-        let span_steps = (blocks.most() * spans.most()).max(1);
+        let span_steps = (blocks.max_len() * spans.max_len()).max(1);
         let max_rows = match layout {
             OperandLayout::InPlace => usize::MAX,
             _ => (WORDS_OF_A / span_steps).max(MIN_ROWS),
         };
         let regions = EvenSplit::new(rows, max_rows, W::LANES.max(W::ROWS));
-        Self { sink, a, b, layout, packed_b, exchanged, blocks, spans, regions, span_steps }
+        Self { output, a, b, layout, packed_b, exchanged, blocks, spans, regions, span_steps }
     }
 
     /// Returns the number of multiplications.
@@ -154,12 +154,12 @@ impl<'a, E: Element, C: Element> GemmPlan<'a, E, C> {
 
     /// Returns the number of words of `a` that are packed at a time.
     pub(super) fn words_of_a(&self) -> usize {
-        if self.layout == OperandLayout::InPlace { 0 } else { self.regions.most() * self.span_steps }
+        if self.layout == OperandLayout::InPlace { 0 } else { self.regions.max_len() * self.span_steps }
     }
 
     /// Returns the number of sums of a region that wait for the other spans.
     pub(super) fn waiting_sums<W: GemmArithmetic>(&self) -> usize {
-        if self.spans.count > 1 { self.regions.most() * self.b.outer.next_multiple_of(W::LANES) } else { 0 }
+        if self.spans.count > 1 { self.regions.max_len() * self.b.outer.next_multiple_of(W::LANES) } else { 0 }
     }
 
     /// Returns the number of words that a task keeps in the cache for each of its columns.
@@ -183,7 +183,7 @@ impl<'a, E: Element, C: Element> GemmPlan<'a, E, C> {
         sums: *mut f32,
     ) -> GemmPart<'a, E, C> {
         GemmPart {
-            sink: self.sink,
+            output: self.output,
             a: self.a,
             b: self.b,
             layout: self.layout,
@@ -257,7 +257,7 @@ impl<T> SharedPointer<T> {
 
 /// A part of the product: the rows of a region, summed over a span of the inner dimension.
 pub(super) struct GemmPart<'a, E, C> {
-    pub(super) sink: &'a EpilogueOutput<'a, C>,
+    pub(super) output: &'a EpilogueOutput<'a, C>,
     a: GemmOperand<E>,
     pub(super) b: GemmOperand<E>,
     layout: OperandLayout,
@@ -290,7 +290,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
     }
 
     /// Returns the number of tasks that pack `a`, which come first.
-    pub(super) fn packs(&self) -> usize {
+    pub(super) fn pack_task_count(&self) -> usize {
         match self.layout {
             OperandLayout::InPlace => 0,
             OperandLayout::Rows => self.rows.len().div_ceil(PACK_ROWS),
@@ -299,12 +299,12 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
     }
 
     /// Returns the number of tasks that multiply.
-    pub(super) fn products(&self) -> usize {
+    pub(super) fn product_task_count(&self) -> usize {
         self.grid.rows.count * self.grid.cols.count
     }
 
     pub(super) fn run<W: ElementArithmetic<E> + Microkernels>(&self, task: usize) {
-        let packs = self.packs();
+        let packs = self.pack_task_count();
         if task < packs {
             self.pack_a::<W>(task);
             self.packs_done.fetch_add(1, Ordering::Release);
@@ -380,7 +380,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
             _ if self.b.inner_stride == 1 => usize::MAX,
             _ => PREFETCH_STEPS,
         };
-        for turn in turns(0..steps.len(), steps_per_turn) {
+        for turn in split_range(0..steps.len(), steps_per_turn) {
             for (vector, vectors) in panel_range.clone().map(|panel| panels.get(panel)) {
                 let to = to.wrapping_add(((vector - start) * steps.len() + vectors * turn.start) * W::LANES);
                 let col = col + vector * W::LANES;
@@ -420,7 +420,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
         packed_b: *const f32,
         strip: *mut f32,
     ) {
-        let sink = self.sink;
+        let output = self.output;
         let steps = self.steps();
         let single_block = self.blocks.count == 1;
         let mut registers = AccumulatorTile([0.0; MAX_SUMS]);
@@ -438,12 +438,12 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
                     let n_cols = (vectors * W::LANES).min(cols.end - col);
                     let tile = TilePosition { row: self.rows.start + row, rows: n_rows, col, cols: n_cols };
                     if last {
-                        sink.prefetch((tile.row, n_rows), (col, n_cols));
+                        output.prefetch((tile.row, n_rows), (col, n_cols));
                     }
-                    let direct = single_block && n_cols == vectors * W::LANES && sink.takes_sums();
+                    let direct = single_block && n_cols == vectors * W::LANES && output.takes_sums();
                     let (sums, stride) = match &self.sums {
                         // SAFETY: an element of the result, which is in f32.
-                        _ if direct => (unsafe { sink.result.at(tile.row, col) }.cast(), sink.result.row_stride()),
+                        _ if direct => (unsafe { output.result.at(tile.row, col) }.cast(), output.result.row_stride()),
                         _ if single_block => (registers.0.as_mut_ptr(), W::COLS),
                         Some(sums) => {
                             let stride = self.b.outer.next_multiple_of(W::LANES);
@@ -451,7 +451,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
                         }
                         None => (strip.wrapping_add(vector * W::LANES), panels.vectors() * W::LANES),
                     };
-                    let add = if direct { sink.accumulate } else { block > 0 };
+                    let add = if direct { output.accumulate } else { block > 0 };
                     let start = if add { AccumulatorInit::Add } else { AccumulatorInit::Zero };
                     let b = packed_b.wrapping_add((vector * steps.len() + vectors * step) * W::LANES);
                     // SAFETY: the processor has the instructions; the operands are packed; the kernel reads `n_rows`
@@ -460,7 +460,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
                     unsafe {
                         microkernel::select::<W>(n_rows, vectors)(block_steps.len(), a, b, sums, stride, start);
                         if last && !direct {
-                            finish::<W::V, C>(sink, tile, sums, stride);
+                            finish::<W::V, C>(output, tile, sums, stride);
                         }
                     }
                 }
@@ -470,7 +470,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
     }
 }
 
-/// Splits a range into pieces of length `most` or less, in order.
-pub(super) fn turns(range: Range<usize>, most: usize) -> impl Iterator<Item = Range<usize>> {
-    range.clone().step_by(most).map(move |start| start..range.end.min(start.saturating_add(most)))
+/// Splits a range into pieces of length `max_len` or less, in order.
+pub(super) fn split_range(range: Range<usize>, max_len: usize) -> impl Iterator<Item = Range<usize>> {
+    range.clone().step_by(max_len).map(move |start| start..range.end.min(start.saturating_add(max_len)))
 }

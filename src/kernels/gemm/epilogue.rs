@@ -66,7 +66,7 @@ pub(super) struct EpilogueOutput<'a, C> {
     pub(super) bias: Option<&'a [C]>,
     pub(super) residual: Option<Matrix<'a, C>>,
     pub(super) activation: Option<Activation>,
-    pub(super) before_activation: Option<ParallelMatrix<C>>,
+    pub(super) activation_inputs: Option<ParallelMatrix<C>>,
 }
 
 /// A row-major matrix in memory that is written in parallel.
@@ -123,7 +123,7 @@ impl<'a, C: Element> EpilogueOutput<'a, C> {
             bias,
             residual,
             activation,
-            before_activation: before.map(ParallelMatrix::new),
+            activation_inputs: before.map(ParallelMatrix::new),
         }
     }
 
@@ -135,7 +135,7 @@ impl<'a, C: Element> EpilogueOutput<'a, C> {
             // SAFETY: these are elements of the result.
             let result = unsafe { self.result.at(i, col) }.cast::<u8>();
             (0..lines).for_each(|line| prefetch_to_write(result.wrapping_add(line * LINE)));
-            if let Some(before) = &self.before_activation {
+            if let Some(before) = &self.activation_inputs {
                 // SAFETY: as above.
                 let before = unsafe { before.at(i, col) }.cast::<u8>();
                 (0..lines).for_each(|line| prefetch_to_write(before.wrapping_add(line * LINE)));

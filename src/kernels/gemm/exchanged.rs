@@ -72,7 +72,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
                 // accesses them and these elements of the result.
                 unsafe {
                     transpose::<W::V>((sums, stride), (count, width), transposed);
-                    finish::<W::V, C>(self.sink, tile, transposed, W::LANES);
+                    finish::<W::V, C>(self.output, tile, transposed, W::LANES);
                 }
             }
         }

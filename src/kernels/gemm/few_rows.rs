@@ -14,7 +14,7 @@
 //! The products of an element are summed in the order of [`super::blocked`], so the results have the same bits.
 
 use super::arithmetic::{ElementArithmetic, GemmArithmetic};
-use super::blocked::{ColumnPackingMode, GemmPart, turns};
+use super::blocked::{ColumnPackingMode, GemmPart, split_range};
 use super::microkernel::{self, AccumulatorInit, Microkernels};
 use super::pack::{PIECE_STEPS, PREFETCH_STEPS};
 use super::panels::ColumnPanels;
@@ -59,7 +59,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
                     width,
                 };
                 let block_sums = sums.wrapping_add(rows.len() * width);
-                for group in turns(0..panel_count, group) {
+                for group in split_range(0..panel_count, group) {
                     for block in 0..self.blocks.count {
                         let target = if block == 0 { sums } else { block_sums };
                         self.stream_block::<W>(&task, group.clone(), self.blocks.piece(block), target);
@@ -76,7 +76,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
                 };
                 // SAFETY: the processor has the instructions; the sums have full vectors, and only this task accesses
                 // these elements of the result.
-                unsafe { finish::<W::V, C>(self.sink, tile, sums, width) };
+                unsafe { finish::<W::V, C>(self.output, tile, sums, width) };
             });
         });
     }
@@ -89,9 +89,9 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
         steps: Range<usize>,
         sums: *mut f32,
     ) {
-        for turn in turns(steps.clone(), task.piece_steps) {
+        for turn in split_range(steps.clone(), task.piece_steps) {
             let start = if turn.start == steps.start { AccumulatorInit::Zero } else { AccumulatorInit::Continue };
-            for piece_panels in turns(group.clone(), task.piece_panels) {
+            for piece_panels in split_range(group.clone(), task.piece_panels) {
                 if let Some(piece) = task.piece {
                     self.pack_b::<W>(task.col, (task.panels, piece_panels.clone()), turn.clone(), piece);
                 }

@@ -37,12 +37,12 @@ pub struct Product<'a, E, C> {
 
 impl<'a, E: Element, C: Element> Product<'a, E, C> {
     /// Checks the shapes, and returns the operands unless the result is empty.
-    pub(super) fn checked(self) -> Option<CheckedProduct<'a, E, C>> {
+    pub(super) fn check(self) -> Option<CheckedProduct<'a, E, C>> {
         let Self { result, a, b, epilogue } = self;
         assert_eq!(a.cols(), b.rows(), "inner dimensions differ");
         assert_eq!((result.rows(), result.cols()), (a.rows(), b.cols()), "the result has a different shape");
-        let sink = EpilogueOutput::new(result, epilogue);
-        (a.rows() > 0 && b.cols() > 0).then_some((sink, a, b))
+        let output = EpilogueOutput::new(result, epilogue);
+        (a.rows() > 0 && b.cols() > 0).then_some((output, a, b))
     }
 }
 
@@ -54,7 +54,8 @@ pub(super) fn gemm<W: ElementArithmetic<E> + Microkernels, E: Element, C: Elemen
     products: &[CheckedProduct<'_, E, C>],
 ) {
     let bytes_of_b = products.iter().map(|(_, _, b)| bytes_of(b)).sum();
-    let plans: Vec<_> = products.iter().map(|(sink, a, b)| GemmPlan::new::<W>(sink, (*a, *b), bytes_of_b)).collect();
+    let plans: Vec<_> =
+        products.iter().map(|(output, a, b)| GemmPlan::new::<W>(output, (*a, *b), bytes_of_b)).collect();
     let total = plans.iter().map(GemmPlan::multiplications).sum::<usize>();
     let threads = if total <= MIN_PARALLEL_MULTIPLICATIONS { 1 } else { rayon::current_num_threads() };
     // The number of multiplications of a task, unless the caches require smaller tasks.
@@ -69,7 +70,7 @@ pub(super) fn gemm<W: ElementArithmetic<E> + Microkernels, E: Element, C: Elemen
                         let Region { plan, index, a_offset, sums_offset } = *region;
                         let rows = plan.regions.piece(index).len();
                         let task_count = (plan.multiplications() / plan.regions.count).div_ceil(task_multiplications);
-                        let grid = TaskGrid::among::<W>(rows, plan.cols(), plan.words_per_column(), task_count);
+                        let grid = TaskGrid::for_grouped::<W>(rows, plan.cols(), plan.words_per_column(), task_count);
                         plan.part(index, span, grid, packed_a.wrapping_add(a_offset), sums.wrapping_add(sums_offset))
                     });
                     run::<W, E, C>(&parts.collect::<Vec<_>>(), threads);
@@ -122,8 +123,8 @@ fn waves<'a, 'b, W: ElementArithmetic<E>, E: Element, C: Element>(
 
 /// Runs the tasks of all parts: first those that pack `a`, for which the others wait.
 fn run<W: ElementArithmetic<E> + Microkernels, E: Element, C: Element>(parts: &[GemmPart<'_, E, C>], threads: usize) {
-    let packs = starts(parts, GemmPart::packs);
-    let products = starts(parts, GemmPart::products);
+    let packs = starts(parts, GemmPart::pack_task_count);
+    let products = starts(parts, GemmPart::product_task_count);
     let (n_packs, n_products) = (packs[parts.len()], products[parts.len()]);
     let task = |task: usize| match task.checked_sub(n_packs) {
         None => {
@@ -132,7 +133,7 @@ fn run<W: ElementArithmetic<E> + Microkernels, E: Element, C: Element>(parts: &[
         }
         Some(task) => {
             let (part, task) = locate(&products, task);
-            parts[part].run::<W>(parts[part].packs() + task);
+            parts[part].run::<W>(parts[part].pack_task_count() + task);
         }
     };
     let tasks = n_packs + n_products;

@@ -59,11 +59,11 @@ fn gemm_by<E: Element, C: Element>(
 ) {
     assert_eq!(a.cols(), b.rows(), "inner dimensions differ");
     assert_eq!((c.rows(), c.cols()), (a.rows(), b.cols()), "the result has a different shape");
-    let sink = EpilogueOutput::new(c, epilogue);
+    let output = EpilogueOutput::new(c, epilogue);
     if a.rows() == 0 || b.cols() == 0 {
         return;
     }
-    with_words_of!(method, W => blocked::gemm::<W, E, C>(&sink, a, b));
+    with_words_of!(method, W => blocked::gemm::<W, E, C>(&output, a, b));
 }
 
 /// Computes several products in one pass: their tasks are divided among the threads together, so that products of
@@ -79,7 +79,7 @@ pub fn gemm_grouped<E: Element, C: Element>(products: Vec<Product<'_, E, C>>) {
 }
 
 fn gemm_grouped_by<E: Element, C: Element>(method: SimdMethod, products: Vec<Product<'_, E, C>>) {
-    let products: Vec<_> = products.into_iter().filter_map(Product::checked).collect();
+    let products: Vec<_> = products.into_iter().filter_map(Product::check).collect();
     with_words_of!(method, W => grouped::gemm::<W, E, C>(&products));
 }
 

@@ -116,7 +116,7 @@ impl<E: Element> GemmOperand<E> {
         let inner = step * W::DEPTH;
         let (depth, n) = (self.inner - inner, self.outer.saturating_sub(outer));
         // SAFETY: the elements that are read exist.
-        unsafe { W::across(self.at(outer, inner), self.inner_stride, depth, n) }
+        unsafe { W::load_across_rows(self.at(outer, inner), self.inner_stride, depth, n) }
     }
 
     /// Does the same as [`GemmOperand::pack_columns`] for columns whose elements are adjacent.
@@ -135,7 +135,7 @@ impl<E: Element> GemmOperand<E> {
         for v in 0..vectors {
             // SAFETY: as the caller promises.
             unsafe {
-                self.transposed::<W>(
+                self.for_each_transposed_step::<W>(
                     outer + v * W::LANES,
                     step,
                     steps,
@@ -152,7 +152,7 @@ impl<E: Element> GemmOperand<E> {
     /// # Safety
     /// The call must be inside `W::V::with`, and the steps must exist.
     #[inline(always)]
-    pub(super) unsafe fn transposed<W: ElementArithmetic<E>>(
+    pub(super) unsafe fn for_each_transposed_step<W: ElementArithmetic<E>>(
         &self,
         outer: usize,
         step: usize,
@@ -186,7 +186,7 @@ impl<E: Element> GemmOperand<E> {
                 for (i, row) in rows.iter_mut().enumerate().take(W::LANES) {
                     if outer + i < self.outer {
                         prefetch_at(self.at(outer + i, inner).wrapping_add(PREFETCH_BYTES / size_of::<E>()));
-                        *row = W::along(self.at(outer + i, inner), self.inner - inner);
+                        *row = W::load_along_row(self.at(outer + i, inner), self.inner - inner);
                     }
                 }
                 W::V::transpose(&mut rows);
@@ -225,7 +225,8 @@ impl<E: Element> GemmOperand<E> {
                         let inner = (step + s) * W::DEPTH;
                         let from = self.at(outer, inner);
                         self.prefetch::<W>(from.wrapping_add(PREFETCH_NEIGHBORS));
-                        let words = W::across(from, self.inner_stride, self.inner - inner, self.outer - outer);
+                        let words =
+                            W::load_across_rows(from, self.inner_stride, self.inner - inner, self.outer - outer);
                         let to = to.add(s * W::ROWS);
                         if W::LANES > W::ROWS { words.store_halves(to, to.add(group)) } else { words.store(to) }
                     }
@@ -254,7 +255,7 @@ impl<E: Element> GemmOperand<E> {
                 move || {
                     for s in (0..steps).step_by(W::LANES) {
                         let inner = (step + s) * W::DEPTH;
-                        W::along(self.at(outer, inner), self.inner - inner).store(to.add(s));
+                        W::load_along_row(self.at(outer, inner), self.inner - inner).store(to.add(s));
                     }
                 },
             )

@@ -25,7 +25,7 @@ impl EvenSplit {
     }
 
     /// Splits `total` into `count` pieces. Some are empty if there are fewer units.
-    pub(super) fn into(total: usize, count: usize, unit: usize) -> Self {
+    pub(super) fn with_count(total: usize, count: usize, unit: usize) -> Self {
         Self { total, unit, count }
     }
 
@@ -35,7 +35,7 @@ impl EvenSplit {
     }
 
     /// Returns the length of the longest piece, rounded up to full units.
-    pub(super) fn most(&self) -> usize {
+    pub(super) fn max_len(&self) -> usize {
         self.total.div_ceil(self.unit).div_ceil(self.count) * self.unit
     }
 }
@@ -54,7 +54,7 @@ impl TaskGrid {
         let at_least = 2 * A::COLS;
         let widest = (A::WORDS_OF_B / words).max(at_least);
         if threads == 1 {
-            return Self { rows: EvenSplit::into(rows, 1, A::ROWS), cols: EvenSplit::new(cols, widest, A::COLS) };
+            return Self { rows: EvenSplit::with_count(rows, 1, A::ROWS), cols: EvenSplit::new(cols, widest, A::COLS) };
         }
         let cols = if rows >= 4 * threads * MANY_ROWS {
             // The rows provide enough tasks, and it is better to write full rows of the result.
@@ -63,24 +63,24 @@ impl TaskGrid {
             let fewest = EvenSplit::new(cols, widest.min((cols / (2 * threads)).max(at_least)), A::COLS).count;
             // All threads get the same number of tasks.
             let count = fewest.next_multiple_of(threads);
-            EvenSplit::into(cols, if count <= cols.div_ceil(A::COLS) { count } else { fewest }, A::COLS)
+            EvenSplit::with_count(cols, if count <= cols.div_ceil(A::COLS) { count } else { fewest }, A::COLS)
         };
         let row_pieces =
             |tasks: usize, min_rows: usize| (tasks * threads).div_ceil(cols.count).min(rows / min_rows).max(1);
         let count = row_pieces(4, MANY_ROWS).max(row_pieces(2, MIN_ROWS));
         let even = (count..count + threads).find(|count| (count * cols.count).is_multiple_of(threads));
-        Self { rows: EvenSplit::into(rows, even.unwrap_or(count), A::ROWS), cols }
+        Self { rows: EvenSplit::with_count(rows, even.unwrap_or(count), A::ROWS), cols }
     }
 
     /// Chooses the tasks of one of several products that are computed together: about `task_count`, or more if their
     /// columns would not fit in the caches. Rows are divided only if there are too few columns, because every task
     /// packs its columns. `words` has the same meaning as for [`new`](Self::new).
-    pub(super) fn among<A: GemmArithmetic>(rows: usize, cols: usize, words: usize, task_count: usize) -> Self {
+    pub(super) fn for_grouped<A: GemmArithmetic>(rows: usize, cols: usize, words: usize, task_count: usize) -> Self {
         let at_least = 2 * A::COLS;
         let widest = (A::WORDS_OF_B / words).max(at_least);
         let max_count = (cols / at_least).max(1);
         let count = EvenSplit::new(cols, widest, A::COLS).count.max(task_count.min(max_count));
-        let rows = EvenSplit::into(rows, task_count.div_ceil(count).min(rows / MIN_ROWS).max(1), A::ROWS);
-        Self { rows, cols: EvenSplit::into(cols, count, A::COLS) }
+        let rows = EvenSplit::with_count(rows, task_count.div_ceil(count).min(rows / MIN_ROWS).max(1), A::ROWS);
+        Self { rows, cols: EvenSplit::with_count(cols, count, A::COLS) }
     }
 }

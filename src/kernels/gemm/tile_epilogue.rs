@@ -31,7 +31,7 @@ impl<C: Element> EpilogueOutput<'_, C> {
 /// The processor must have the vectors' instructions; each row of sums must have room for full vectors;
 /// the elements must exist in the result, and nothing else may access them during the call.
 pub(super) unsafe fn finish<V: SimdVector, C: Element>(
-    sink: &EpilogueOutput<'_, C>,
+    output: &EpilogueOutput<'_, C>,
     tile: TilePosition,
     sums: *mut f32,
     stride: usize,
@@ -40,7 +40,7 @@ pub(super) unsafe fn finish<V: SimdVector, C: Element>(
     unsafe {
         V::with(
             #[inline(always)]
-            move || finish_tile::<V, C>(sink, tile, sums, stride),
+            move || finish_tile::<V, C>(output, tile, sums, stride),
         )
     }
 }
@@ -49,7 +49,7 @@ pub(super) unsafe fn finish<V: SimdVector, C: Element>(
 /// overlap the long dependency chains of successive activations.
 #[inline(always)]
 unsafe fn finish_tile<V: SimdVector, C: Element>(
-    sink: &EpilogueOutput<'_, C>,
+    output: &EpilogueOutput<'_, C>,
     tile: TilePosition,
     sums: *mut f32,
     stride: usize,
@@ -58,21 +58,21 @@ unsafe fn finish_tile<V: SimdVector, C: Element>(
     // SAFETY: every access is to sums, up to a multiple of the number of lanes, or to elements of the tile, in the
     // result and in matrices of the same shape.
     unsafe {
-        if sink.adds_nothing() && !sink.accumulate {
+        if output.adds_nothing() && !output.accumulate {
             for i in 0..rows {
                 for j in (0..cols).step_by(V::LANES) {
-                    V::load(sums.add(i * stride + j)).narrow(sink.result.at(row + i, col + j), cols - j);
+                    V::load(sums.add(i * stride + j)).narrow(output.result.at(row + i, col + j), cols - j);
                 }
             }
             return;
         }
-        if let Some(activation) = sink.activation {
+        if let Some(activation) = output.activation {
             for i in 0..rows {
                 for j in (0..cols).step_by(V::LANES) {
                     let (column, n) = (col + j, cols - j);
                     let sum = sums.add(i * stride + j);
-                    let x = round::<V, C>(before_activation(sink, column, n, V::load(sum)));
-                    if let Some(before) = &sink.before_activation {
+                    let x = round::<V, C>(before_activation(output, column, n, V::load(sum)));
+                    if let Some(before) = &output.activation_inputs {
                         x.narrow(before.at(row + i, column), n);
                     }
                     x.store(sum);
@@ -88,14 +88,14 @@ unsafe fn finish_tile<V: SimdVector, C: Element>(
             for j in (0..cols).step_by(V::LANES) {
                 let (column, n) = (col + j, cols - j);
                 let mut x = V::load(sums.add(i * stride + j));
-                if sink.activation.is_none() {
-                    x = before_activation(sink, column, n, x);
+                if output.activation.is_none() {
+                    x = before_activation(output, column, n, x);
                 }
-                if let Some(residual) = &sink.residual {
+                if let Some(residual) = &output.residual {
                     x = x.add(V::widen(residual.as_ptr().add((row + i) * residual.row_stride() + column), n));
                 }
-                let to = sink.result.at(row + i, column);
-                if sink.accumulate {
+                let to = output.result.at(row + i, column);
+                if output.accumulate {
                     x = x.add(V::widen(to.cast_const(), n));
                 }
                 x.narrow(to, n);
@@ -110,15 +110,15 @@ unsafe fn finish_tile<V: SimdVector, C: Element>(
 /// The call must be inside `V::with`, and the result must have these columns.
 #[inline(always)]
 unsafe fn before_activation<V: SimdVector, C: Element>(
-    sink: &EpilogueOutput<'_, C>,
+    output: &EpilogueOutput<'_, C>,
     col: usize,
     n: usize,
     sums: V,
 ) -> V {
     // SAFETY: as the caller promises.
     unsafe {
-        let x = sums.mul(V::splat(sink.scale));
-        match sink.bias {
+        let x = sums.mul(V::splat(output.scale));
+        match output.bias {
             Some(bias) => x.add(V::widen(bias.as_ptr().add(col), n)),
             None => x,
         }

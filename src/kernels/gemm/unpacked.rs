@@ -74,7 +74,7 @@ unsafe fn multiply_adjacent_elements<W: ElementArithmetic<E>, E: Element, const 
         unsafe {
             let sums = sums.add(v * W::LANES);
             let mut acc = load_sums::<W::V, R, 1>(sums, stride, keep);
-            b.transposed::<W>(
+            b.for_each_transposed_step::<W>(
                 outer + v * W::LANES,
                 step,
                 steps,

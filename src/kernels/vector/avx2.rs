@@ -1,6 +1,6 @@
 //! Vectors of eight f32, with AVX2, FMA and F16C.
 
-use super::{SimdVector, TransposeBlock, add_each_product, copy_in, exp2_of_rest};
+use super::{SimdVector, TransposeBlock, add_each_product, exp2_of_rest, load_padded};
 use crate::kernels::element::{Element, ElementDtype};
 use std::arch::asm;
 use std::arch::x86_64::*;
@@ -122,7 +122,7 @@ impl SimdVector for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn keep_from_lane(self, lane: usize, other: Self) -> Self {
+    unsafe fn blend_from_lane(self, lane: usize, other: Self) -> Self {
         // SAFETY: as the caller promises.
         unsafe {
             let lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
@@ -158,7 +158,7 @@ impl SimdVector for Avx2 {
         // SAFETY: as the caller promises; the copy has the elements of a full vector.
         unsafe {
             if n < Self::LANES {
-                let padded: [E; Self::LANES] = copy_in(from, n);
+                let padded: [E; Self::LANES] = load_padded(from, n);
                 return load_full(padded.as_ptr());
             }
             load_full(from)

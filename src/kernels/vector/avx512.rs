@@ -28,7 +28,7 @@ fn with_bf16<R>(f: impl FnOnce() -> R) -> R {
 impl<const BF16: bool> Avx512Vector<BF16> {
     /// Returns the mask of the first `n` lanes.
     #[inline(always)]
-    pub(crate) fn first(n: usize) -> __mmask16 {
+    pub(crate) fn first_lanes_mask(n: usize) -> __mmask16 {
         if n >= 16 { !0 } else { (1 << n) - 1 }
     }
 
@@ -56,14 +56,14 @@ impl Avx512Bf16 {
         const LANES: [u16; 32] = lanes();
         // SAFETY: the caller is inside `with`; the array is as large as a vector.
         unsafe {
-            let both = std::mem::transmute::<__m512, __m512i>(Self::row(low, high).0);
+            let both = std::mem::transmute::<__m512, __m512i>(Self::concat_to_bf16(low, high).0);
             Self::of_bits(_mm512_permutexvar_epi16(_mm512_loadu_si512(LANES.as_ptr().cast()), both))
         }
     }
 
     /// Returns words of two neighbouring numbers in bf16: first the numbers of `first`, then those of `second`.
     #[inline(always)]
-    pub(crate) unsafe fn row(first: Self, second: Self) -> Self {
+    pub(crate) unsafe fn concat_to_bf16(first: Self, second: Self) -> Self {
         // SAFETY: the caller is inside `with`, and both types have 64 bytes.
         unsafe { Self(std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(second.0, first.0))) }
     }
@@ -172,7 +172,7 @@ impl<const BF16: bool> SimdVector for Avx512Vector<BF16> {
     }
 
     #[inline(always)]
-    unsafe fn keep_from_lane(self, lane: usize, other: Self) -> Self {
+    unsafe fn blend_from_lane(self, lane: usize, other: Self) -> Self {
         let mask = (u32::from(__mmask16::MAX) << lane.min(16)) as __mmask16;
         // SAFETY: as the caller promises.
         unsafe { Self(_mm512_mask_mov_ps(other.0, mask, self.0)) }
@@ -214,7 +214,7 @@ impl<const BF16: bool> SimdVector for Avx512Vector<BF16> {
 
     #[inline(always)]
     unsafe fn widen<E: Element>(from: *const E, n: usize) -> Self {
-        let mask = Self::first(n);
+        let mask = Self::first_lanes_mask(n);
         // SAFETY: as the caller promises.
         unsafe {
             Self(match E::KIND {
@@ -240,7 +240,7 @@ impl<const BF16: bool> SimdVector for Avx512Vector<BF16> {
 
     #[inline(always)]
     unsafe fn narrow<E: Element>(self, to: *mut E, n: usize) {
-        let mask = Self::first(n);
+        let mask = Self::first_lanes_mask(n);
         // SAFETY: as the caller promises. Stores of all lanes use no mask, because masked stores are slow.
         unsafe {
             let half = match E::KIND {

@@ -86,7 +86,7 @@ pub(crate) trait SimdVector: Copy {
     unsafe fn exp2(self) -> Self;
 
     /// Returns the lanes of `other` below `lane`, and the remaining lanes of `self`.
-    unsafe fn keep_from_lane(self, lane: usize, other: Self) -> Self;
+    unsafe fn blend_from_lane(self, lane: usize, other: Self) -> Self;
 
     /// Transposes the square of the first `LANES` lanes of the first `LANES` rows.
     unsafe fn transpose(rows: &mut TransposeBlock<Self>);
@@ -167,7 +167,7 @@ pub(crate) unsafe fn tanh<V: SimdVector>(x: V) -> V {
 /// Copies the first `n` elements to an array of a vector's length, padded with zeros, for vectors that cannot be loaded
 /// partially.
 #[inline(always)]
-unsafe fn copy_in<E: Element, const N: usize>(from: *const E, n: usize) -> [E; N] {
+unsafe fn load_padded<E: Element, const N: usize>(from: *const E, n: usize) -> [E; N] {
     let mut padded = [E::default(); N];
     // SAFETY: the caller guarantees that `n` elements exist, and no more than `N` are copied.
     unsafe { std::ptr::copy_nonoverlapping(from, padded.as_mut_ptr(), n.min(N)) };

@@ -1,6 +1,6 @@
 //! Vectors of four f32, with NEON, which every 64-bit ARM processor has.
 
-use super::{SimdVector, TransposeBlock, copy_in, exp2_of_rest};
+use super::{SimdVector, TransposeBlock, exp2_of_rest, load_padded};
 use crate::kernels::element::{Element, ElementDtype};
 use crate::kernels::f32_access::{get, put};
 use std::arch::aarch64::*;
@@ -104,7 +104,7 @@ impl SimdVector for Neon {
     }
 
     #[inline(always)]
-    unsafe fn keep_from_lane(self, lane: usize, other: Self) -> Self {
+    unsafe fn blend_from_lane(self, lane: usize, other: Self) -> Self {
         const LANE: [u32; LANES] = [0, 1, 2, 3];
         // SAFETY: as the caller promises; the array has as many elements as a vector.
         unsafe {
@@ -135,7 +135,7 @@ impl SimdVector for Neon {
             if E::KIND == ElementDtype::F32 && n >= LANES {
                 return Self(vld1q_f32(from.cast()));
             }
-            let elements: [E; LANES] = if n < LANES { copy_in(from, n) } else { from.cast::<[E; LANES]>().read() };
+            let elements: [E; LANES] = if n < LANES { load_padded(from, n) } else { from.cast::<[E; LANES]>().read() };
             Self(vld1q_f32(elements.map(get).as_ptr()))
         }
     }

@@ -36,14 +36,14 @@ pub(crate) trait PackElementsToWords<E: Element>: PackedWords {
     ///
     /// # Safety
     /// `n` elements must be readable.
-    unsafe fn along(from: *const E, n: usize) -> Self::V;
+    unsafe fn load_along_row(from: *const E, n: usize) -> Self::V;
 
     /// Returns one word for each of `n` neighbours across the inner dimension, and zeros in the other lanes. The
     /// elements of a word are `stride` apart. `depth` of them exist, and the others are 0.
     ///
     /// # Safety
     /// `n` elements must be readable at each of `depth` addresses.
-    unsafe fn across(from: *const E, stride: usize, depth: usize, n: usize) -> Self::V;
+    unsafe fn load_across_rows(from: *const E, stride: usize, depth: usize, n: usize) -> Self::V;
 }
 
 /// Words of one f32.
@@ -63,13 +63,13 @@ impl<V: SimdVector> PackedWords for F32Words<V> {
 
 impl<V: SimdVector, E: Element> PackElementsToWords<E> for F32Words<V> {
     #[inline(always)]
-    unsafe fn along(from: *const E, n: usize) -> V {
+    unsafe fn load_along_row(from: *const E, n: usize) -> V {
         // SAFETY: as the caller promises.
         unsafe { V::widen(from, n) }
     }
 
     #[inline(always)]
-    unsafe fn across(from: *const E, _stride: usize, _depth: usize, n: usize) -> V {
+    unsafe fn load_across_rows(from: *const E, _stride: usize, _depth: usize, n: usize) -> V {
         // SAFETY: as the caller promises.
         unsafe { V::widen(from, n) }
     }
@@ -100,7 +100,7 @@ impl PackedWords for Bf16PairWords {
 #[cfg(target_arch = "x86_64")]
 impl<E: Element> PackElementsToWords<E> for Bf16PairWords {
     #[inline(always)]
-    unsafe fn along(from: *const E, n: usize) -> Self::V {
+    unsafe fn load_along_row(from: *const E, n: usize) -> Self::V {
         debug_assert!(E::KIND == ElementDtype::BF16);
         let mask = if n >= 32 { !0 } else { (1 << n) - 1 };
         // SAFETY: as the caller promises; elements that the mask excludes are not read.
@@ -108,11 +108,11 @@ impl<E: Element> PackElementsToWords<E> for Bf16PairWords {
     }
 
     #[inline(always)]
-    unsafe fn across(from: *const E, stride: usize, depth: usize, n: usize) -> Self::V {
+    unsafe fn load_across_rows(from: *const E, stride: usize, depth: usize, n: usize) -> Self::V {
         debug_assert!(E::KIND == ElementDtype::BF16);
         // SAFETY: as the caller promises; elements that the mask excludes are not read.
         unsafe {
-            let mask = Avx512Bf16::first(n);
+            let mask = Avx512Bf16::first_lanes_mask(n);
             let low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from.cast()));
             let mask = if depth > 1 { mask } else { 0 };
             let high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from.wrapping_add(stride).cast()));

@@ -1,6 +1,6 @@
 //! Vectors of four f32 for any machine. A product and a sum are never fused, so that the bits are the same everywhere.
 
-use super::{SimdVector, TransposeBlock, copy_in};
+use super::{SimdVector, TransposeBlock, load_padded};
 use crate::kernels::element::Element;
 use crate::kernels::f32_access::{get, put};
 use crate::kernels::math::exp;
@@ -191,7 +191,7 @@ impl SimdVector for PortableVector {
     }
 
     #[inline(always)]
-    unsafe fn keep_from_lane(self, lane: usize, other: Self) -> Self {
+    unsafe fn blend_from_lane(self, lane: usize, other: Self) -> Self {
         let (values, others) = (self.numbers(), other.numbers());
         Self::of(std::array::from_fn(|i| if i < lane { others[i] } else { values[i] }))
     }
@@ -207,7 +207,8 @@ impl SimdVector for PortableVector {
     #[inline(always)]
     unsafe fn widen<E: Element>(from: *const E, n: usize) -> Self {
         // SAFETY: the caller guarantees that the elements exist.
-        let loaded: [E; LANES] = unsafe { if n < LANES { copy_in(from, n) } else { from.cast::<[E; LANES]>().read() } };
+        let loaded: [E; LANES] =
+            unsafe { if n < LANES { load_padded(from, n) } else { from.cast::<[E; LANES]>().read() } };
         Self::of(loaded.map(get))
     }
 

@@ -87,7 +87,7 @@ unsafe fn check<V: SimdVector>(fused: bool) {
         let (mut got, lanes) = ([0.0; MAX_LANES], std::array::from_fn::<f32, MAX_LANES, _>(|i| i as f32 + 1.0));
         // SAFETY: the caller guarantees that the processor has the instructions; there are as many numbers as in the
         // longest vector.
-        unsafe { V::with(|| V::load(lanes.as_ptr()).keep_from_lane(lane, V::splat(-1.0)).store(got.as_mut_ptr())) };
+        unsafe { V::with(|| V::load(lanes.as_ptr()).blend_from_lane(lane, V::splat(-1.0)).store(got.as_mut_ptr())) };
         assert!((0..V::LANES).all(|i| got[i] == if i < lane { -1.0 } else { lanes[i] }), "{lane}: {got:?}");
     }
     let mut square = [[0.0; MAX_LANES]; MAX_LANES];
@@ -163,7 +163,7 @@ unsafe fn check_pairs() {
         Avx512Bf16::with(|| {
             let (a, b) = (Avx512Bf16::load(a.as_ptr()), Avx512Bf16::load(b.as_ptr()));
             Avx512Bf16::pair(a, b).store(got[0].as_mut_ptr().cast());
-            Avx512Bf16::row(a, b).store(got[1].as_mut_ptr().cast());
+            Avx512Bf16::concat_to_bf16(a, b).store(got[1].as_mut_ptr().cast());
         });
     }
     for i in 0..MAX_LANES {

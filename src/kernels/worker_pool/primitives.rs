@@ -39,12 +39,12 @@ impl<T: Copy> JobCell<T> {
 }
 
 /// A helper's polling for the next job.
-pub(super) struct Lookout {
+pub(super) struct SpinWait {
     start: Instant,
     polls: u32,
 }
 
-impl Lookout {
+impl SpinWait {
     #[inline]
     pub(super) fn new() -> Self {
         Self { start: Instant::now(), polls: 0 }

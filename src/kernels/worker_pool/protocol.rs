@@ -28,7 +28,7 @@
 //! `enter` is not detected, because the load before it has at least Acquire ordering. The check does not cover the
 //! clock, a job number that wraps around, or the start of threads.
 
-use super::primitives::{AtomicU64, AtomicUsize, CallerMutex, Condvar, JobCell, Lookout, Mutex, MutexGuard, pause};
+use super::primitives::{AtomicU64, AtomicUsize, CallerMutex, Condvar, JobCell, Mutex, MutexGuard, SpinWait, pause};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::Ordering;
@@ -146,13 +146,13 @@ impl WorkerPool {
     /// Waits for a job with a number other than `last`, and returns the state in which it is open.
     fn wait_for_job(&self, last: u64) -> u64 {
         let open = |state: u64| free_slots(state) > 0 && job_number(state) != last;
-        let mut lookout = Lookout::new();
+        let mut spin_wait = SpinWait::new();
         loop {
             let state = self.state.load(Ordering::SeqCst);
             if open(state) {
                 return state;
             }
-            if !lookout.pause() {
+            if !spin_wait.pause() {
                 break;
             }
         }

@@ -16,7 +16,7 @@ use crate::config::WandbConfig;
 use crate::error::{Error, MonitorError, Result};
 use crate::notice::emit;
 use crate::wall_clock::now;
-use records::{ReadBackRecord, RecordHead, RecordMaker, WandbRunIdentity};
+use records::{ReadBackRecord, RecordBuilder, RecordHead, WandbRunIdentity};
 use run_folder::WandbRunFolder;
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -53,7 +53,7 @@ struct OpenWandbRun {
     identity: WandbRunIdentity,
     folder: WandbRunFolder,
     log: TransactionLog,
-    maker: RecordMaker,
+    builder: RecordBuilder,
 }
 
 impl WandbMonitor {
@@ -91,8 +91,8 @@ impl WandbMonitor {
             let resumed = folder.resume_log(|record| is_before(record, samples, &mut last))?;
             let Some(log) = resumed else { continue };
             let identity = folder.identity().clone();
-            let mut open = OpenWandbRun { identity, folder, log, maker: RecordMaker::after(last) };
-            let record = open.maker.config(run);
+            let mut open = OpenWandbRun { identity, folder, log, builder: RecordBuilder::after(last) };
+            let record = open.builder.config(run);
             open.append(&[record])?;
             open.folder.remember(run)?;
             return self.announce(open, "is continued in");
@@ -105,8 +105,8 @@ impl WandbMonitor {
         let (folder, file) = WandbRunFolder::create(&self.folder, &identity, run)?;
         let path = folder.log_path();
         let log = TransactionLog::begin(file).map_err(|source| Error::Io { action: "write", path, source })?;
-        let mut open = OpenWandbRun { identity, folder, log, maker: RecordMaker::default() };
-        let records = [open.maker.header(), open.maker.run(&open.identity, &self.config, run)];
+        let mut open = OpenWandbRun { identity, folder, log, builder: RecordBuilder::default() };
+        let records = [open.builder.header(), open.builder.run(&open.identity, &self.config, run)];
         open.append(&records)?;
         self.announce(open, "is written to")
     }
@@ -125,7 +125,7 @@ impl WandbMonitor {
 fn is_before(record: &[u8], samples: u64, last: &mut u64) -> bool {
     let head = RecordHead::read(record, ENGINE_TAG);
     let is_kept = match head.kind {
-        ReadBackRecord::Row { step, of_engine } => !of_engine || step <= samples,
+        ReadBackRecord::Row { step, is_engine_row } => !is_engine_row || step <= samples,
         ReadBackRecord::Exit => false,
         ReadBackRecord::Other => true,
     };
@@ -147,12 +147,12 @@ impl OpenWandbRun {
         let path = self.folder.log_path();
         let rewound = self.log.rewind(|record| is_before(record, samples, &mut last));
         rewound.map_err(|source| Error::Io { action: "rewind", path, source })?;
-        self.maker = RecordMaker::after(last);
+        self.builder = RecordBuilder::after(last);
         Ok(())
     }
 
     fn end(mut self, ending: RunEnding) -> Result<()> {
-        let record = self.maker.exit(ending, now() - self.identity.start);
+        let record = self.builder.exit(ending, now() - self.identity.start);
         self.append(&[record])
     }
 }
@@ -164,7 +164,7 @@ impl Monitor for WandbMonitor {
         let Some(run) = &mut self.run else { return Ok(()) };
         let (time, start) = (now(), run.identity.start);
         let rows = events.chunk_by(|a, b| a.step == b.step);
-        let records: Vec<Vec<u8>> = rows.flat_map(|row| run.maker.row(row[0].step, row, time, start)).collect();
+        let records: Vec<Vec<u8>> = rows.flat_map(|row| run.builder.row(row[0].step, row, time, start)).collect();
         run.append(&records)
     }
 

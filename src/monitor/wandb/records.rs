@@ -38,11 +38,11 @@ pub(super) struct WandbRunIdentity {
 
 /// A builder of numbered records.
 #[derive(Debug, Default)]
-pub(super) struct RecordMaker {
+pub(super) struct RecordBuilder {
     count: u64,
 }
 
-impl RecordMaker {
+impl RecordBuilder {
     /// Creates a builder of records for a file whose last record has this number.
     pub fn after(last: u64) -> Self {
         Self { count: last }
@@ -147,11 +147,11 @@ pub(super) struct RecordHead {
 /// The kind of a record that was read back.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum ReadBackRecord {
-    /// A row of the history, with its step. `of_engine` is true if it contains the values that the engine writes at
+    /// A row of the history, with its step. `is_engine_row` is true if it contains the values that the engine writes at
     /// each step.
     Row {
         step: u64,
-        of_engine: bool,
+        is_engine_row: bool,
     },
     Exit,
     Other,
@@ -165,10 +165,10 @@ impl RecordHead {
         let kind = if let Some(history) = fields.clone().all_bytes(HISTORY.into()).next() {
             let history = ProtobufReader(history);
             let step = history.clone().all_bytes(2).next().and_then(|step| ProtobufReader(step).varint(1));
-            let of_engine = history
+            let is_engine_row = history
                 .all_bytes(1)
                 .any(|item| ProtobufReader(item).all_bytes(2).any(|key| key == engine_tag.as_bytes()));
-            ReadBackRecord::Row { step: step.unwrap_or_default(), of_engine }
+            ReadBackRecord::Row { step: step.unwrap_or_default(), is_engine_row }
         } else if fields.all_bytes(EXIT.into()).next().is_some() {
             ReadBackRecord::Exit
         } else {
@@ -202,9 +202,9 @@ mod tests {
             settings: Value::Null,
             ..RunDescription::default()
         };
-        let mut maker = RecordMaker::default();
-        maker.header();
-        let record = maker.run(&identity, &config, &run);
+        let mut builder = RecordBuilder::default();
+        builder.header();
+        let record = builder.run(&identity, &config, &run);
         assert_eq!(ProtobufReader(&record).varint(1), Some(2));
         let run = field_bytes(&record, RUN);
         for (field, expected) in [(1, "abc12345"), (2, "t"), (3, "p"), (6, "g"), (8, "gpt")] {
@@ -228,8 +228,8 @@ mod tests {
         let values = [0.1 + 0.2, 1e-300, f64::NAN, f64::INFINITY, f64::NEG_INFINITY, -0.0, 1e22];
         let events: Vec<MonitorEvent> =
             values.iter().enumerate().map(|(i, value)| MonitorEvent::new(format!("tag/{i}"), *value, 8)).collect();
-        let mut maker = RecordMaker::after(40);
-        let rows = maker.row(8, &events, 12.5, 2.0);
+        let mut builder = RecordBuilder::after(40);
+        let rows = builder.row(8, &events, 12.5, 2.0);
         for (record, field) in rows.iter().zip([HISTORY, SUMMARY]) {
             let list = field_bytes(record, field);
             let items: Vec<(String, String)> = ProtobufReader(&list)
@@ -249,16 +249,16 @@ mod tests {
             }
         }
         let head = RecordHead::read(&rows[0], "tag/3");
-        assert_eq!(head, RecordHead { num: 41, kind: ReadBackRecord::Row { step: 8, of_engine: true } });
-        assert_eq!(RecordHead::read(&rows[0], "tag").kind, ReadBackRecord::Row { step: 8, of_engine: false });
+        assert_eq!(head, RecordHead { num: 41, kind: ReadBackRecord::Row { step: 8, is_engine_row: true } });
+        assert_eq!(RecordHead::read(&rows[0], "tag").kind, ReadBackRecord::Row { step: 8, is_engine_row: false });
         assert_eq!(RecordHead::read(&rows[1], "").kind, ReadBackRecord::Other);
-        assert_eq!(RecordHead::read(&maker.exit(RunEnding::Finished, 1.0), "").kind, ReadBackRecord::Exit);
+        assert_eq!(RecordHead::read(&builder.exit(RunEnding::Finished, 1.0), "").kind, ReadBackRecord::Exit);
     }
 
     #[test]
     fn the_last_of_several_values_of_a_tag_counts() {
         let events = [MonitorEvent::new("x", 1.0, 1), MonitorEvent::new("x", 2.0, 1)];
-        let [row, _] = RecordMaker::default().row(1, &events, 0.0, 0.0);
+        let [row, _] = RecordBuilder::default().row(1, &events, 0.0, 0.0);
         let row = field_bytes(&row, HISTORY);
         let values: Vec<Vec<u8>> = ProtobufReader(&row)
             .all_bytes(1)

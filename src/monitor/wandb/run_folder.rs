@@ -79,7 +79,7 @@ impl WandbRunFolder {
 
     fn begin_in(path: PathBuf, identity: &WandbRunIdentity, run: &RunDescription) -> Result<(Self, File)> {
         let io_error = |source| Error::Io { action: "write to", path: path.clone(), source };
-        let FolderLockOutcome::Held(lock) = FolderLock::ask(&path, LOCK_RELEASE_TIMEOUT).map_err(io_error)? else {
+        let FolderLockOutcome::Held(lock) = FolderLock::acquire(&path, LOCK_RELEASE_TIMEOUT).map_err(io_error)? else {
             return Err(io_error(std::io::Error::new(ErrorKind::WouldBlock, "another process has locked it")));
         };
         let origin = ResumeInfo {
@@ -123,7 +123,7 @@ impl WandbRunFolder {
     }
 
     fn lock(path: PathBuf) -> Option<Self> {
-        let Ok(FolderLockOutcome::Held(lock)) = FolderLock::ask(&path, LOCK_RELEASE_TIMEOUT) else { return None };
+        let Ok(FolderLockOutcome::Held(lock)) = FolderLock::acquire(&path, LOCK_RELEASE_TIMEOUT) else { return None };
         files::remove_unfinished(&path);
         // Another process may have continued the run in the meantime.
         let origin = ResumeInfo::read(&path)?;
@@ -154,7 +154,7 @@ impl WandbRunFolder {
             let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
             let file =
                 OpenOptions::new().append(true).read(true).custom_flags(flags.bits().cast_signed()).open(&path)?;
-            files::only_a_file(&file.metadata()?)?;
+            files::check_regular_file(&file.metadata()?)?;
             TransactionLog::resume(file, is_kept)
         };
         match open() {
@@ -181,7 +181,7 @@ impl WandbRunFolder {
     fn write_origin(&self) -> Result<()> {
         let path = self.path.join(ORIGIN);
         let text = serde_json::to_vec_pretty(&self.origin).expect("text and numbers are JSON");
-        match files::write_whole(&path, files::UNFINISHED, &text) {
+        match files::write_atomically(&path, files::UNFINISHED, &text) {
             Ok(_) => Ok(()),
             Err(source) => Err(Error::Io { action: "write", path, source }),
         }

@@ -3,7 +3,7 @@
 
 use super::wide;
 use crate::kernels::pooling::{InterpolationGrid, InterpolationPair, PoolingWindows};
-use crate::kernels::scatter::{NOWHERE, ScatterIndices};
+use crate::kernels::scatter::{NO_TARGET, ScatterIndices};
 use candle_core::{D, Device, Result, Tensor};
 use candle_nn::{Conv1dConfig, ConvTranspose1dConfig};
 
@@ -97,7 +97,7 @@ pub(in crate::nn) fn avg_pool2d(x: &Tensor, windows: PoolingWindows) -> Result<T
 }
 
 /// See [`crate::nn::upsample_bilinear2d`]; takes an image and any grid of linear interpolation.
-pub(in crate::nn) fn resampled(x: &Tensor, resampling: &InterpolationGrid) -> Result<Tensor> {
+pub(in crate::nn) fn resample(x: &Tensor, resampling: &InterpolationGrid) -> Result<Tensor> {
     let interpolate_axis = |x: &Tensor, pairs: &[InterpolationPair], axis: usize| {
         let select = |position: fn(&InterpolationPair) -> usize| {
             x.contiguous()?.index_select(&indices(pairs.iter().map(position), x.device())?, axis)
@@ -119,15 +119,19 @@ pub(in crate::nn) fn resampled(x: &Tensor, resampling: &InterpolationGrid) -> Re
 
 /// See [`crate::nn::scatter_add`].
 pub(in crate::nn) fn scatter_add(init: &Tensor, source: &Tensor, targets: &ScatterIndices) -> Result<Tensor> {
-    let written = |number: &usize| targets.places[*number] != NOWHERE;
-    add_at_targets(init, source, targets, (0..targets.places.len()).filter(written).collect())
+    let written = |number: &usize| targets.flat_indices[*number] != NO_TARGET;
+    add_at_targets(init, source, targets, (0..targets.flat_indices.len()).filter(written).collect())
 }
 
 /// See [`crate::nn::scatter()`].
 pub(in crate::nn) fn scatter(init: &Tensor, source: &Tensor, targets: &ScatterIndices) -> Result<Tensor> {
-    let survives = targets.survives(init.elem_count());
+    let survives = targets.surviving(init.elem_count());
     let mut overwritten = vec![0u8; init.elem_count()];
-    targets.places.iter().filter(|position| **position != NOWHERE).for_each(|position| overwritten[*position] = 1);
+    targets
+        .flat_indices
+        .iter()
+        .filter(|position| **position != NO_TARGET)
+        .for_each(|position| overwritten[*position] = 1);
     let overwritten = Tensor::from_vec(overwritten, init.shape(), init.device())?;
     let init = overwritten.where_cond(&init.zeros_like()?, init)?;
     add_at_targets(&init, source, targets, (0..survives.len()).filter(|number| survives[*number]).collect())
@@ -138,7 +142,7 @@ fn add_at_targets(init: &Tensor, source: &Tensor, targets: &ScatterIndices, elem
     if elements.is_empty() {
         return Ok(init.clone());
     }
-    let positions = indices(elements.iter().map(|number| targets.places[*number]), init.device())?;
+    let positions = indices(elements.iter().map(|number| targets.flat_indices[*number]), init.device())?;
     let elements = indices(elements.into_iter(), init.device())?;
     let source = wide(source)?.flatten_all()?.index_select(&elements, 0)?;
     let sum = wide(init)?.flatten_all()?.contiguous()?.index_add(&positions, &source, 0)?;

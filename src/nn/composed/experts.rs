@@ -34,7 +34,7 @@ pub fn expert_projection(
     linear: impl Fn(&Tensor, &Tensor, Option<&Tensor>, WeightLayout) -> Result<Tensor>,
 ) -> Result<Tensor> {
     let mut rows = Vec::new();
-    for expert in assignment.hit() {
+    for expert in assignment.active_experts() {
         let slots = assignment.slots_of(expert);
         let x = x.narrow(0, slots.start, slots.len())?.contiguous()?;
         let mut columns = Vec::new();

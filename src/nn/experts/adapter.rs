@@ -73,7 +73,7 @@ impl ExpertAdapter {
         let rank = self.a.dim(0)? / experts;
         let b = self.b.reshape((self.b.dim(0)?, rank, experts))?;
         let mut parts = Vec::new();
-        for expert in assignment.hit() {
+        for expert in assignment.active_experts() {
             let slots = assignment.slots_of(expert);
             let x = x.narrow(0, slots.start, slots.len())?.contiguous()?;
             let b = b.narrow(2, expert, 1)?.squeeze(2)?.contiguous()?;
@@ -121,7 +121,7 @@ impl AdapterSizes {
     }
 
     /// Returns the matrices B with experts first, each transposed: `[experts, r, out]`.
-    pub fn by_expert(adapter: &ExpertAdapter, sizes: &ProjectionSizes, b: &[f32]) -> Vec<f32> {
+    pub fn sort_by_expert(adapter: &ExpertAdapter, sizes: &ProjectionSizes, b: &[f32]) -> Vec<f32> {
         let (experts, outputs) = (sizes.experts, sizes.outputs());
         let rank = adapter.a.dims()[0] / experts;
         let mut sorted = buffer::<f32>(b.len());
@@ -135,7 +135,7 @@ impl AdapterSizes {
         sorted
     }
 
-    /// Writes the matrices B to `b` in the adapter's layout; the inverse of [`AdapterSizes::by_expert`].
+    /// Writes the matrices B to `b` in the adapter's layout; the inverse of [`AdapterSizes::sort_by_expert`].
     pub fn in_layout(&self, sorted: &[f32], b: &mut [f32]) {
         let (experts, rank, outputs) = (self.assignment.experts(), self.rank, self.outputs);
         for (output, row) in b.chunks_exact_mut(experts * rank).enumerate() {
@@ -150,11 +150,12 @@ impl AdapterSizes {
     /// Calls `f` with rows of `x` (`width` elements for each slot) in f32, and their experts: all together if they
     /// are already f32, otherwise a few at a time. The division of an expert's rows does not depend on other experts.
     fn in_f32<E: TensorElement>(&self, x: &[E], width: usize, mut f: impl FnMut(&[Piece], &[f32])) {
-        let hit = || self.assignment.hit().map(|expert| (expert, self.assignment.slots_of(expert)));
+        let active_experts =
+            || self.assignment.active_experts().map(|expert| (expert, self.assignment.slots_of(expert)));
         if E::KIND == ElementDtype::F32 {
-            return f(&hit().collect::<Vec<_>>(), bytemuck::cast_slice(x));
+            return f(&active_experts().collect::<Vec<_>>(), bytemuck::cast_slice(x));
         }
-        let pieces = hit().flat_map(|(expert, slots)| {
+        let pieces = active_experts().flat_map(|(expert, slots)| {
             let ends = slots.end;
             slots.step_by(ROWS).map(move |start| (expert, start..ends.min(start + ROWS)))
         });
@@ -185,11 +186,11 @@ impl AdapterSizes {
         h
     }
 
-    /// Computes y = s h B_e^T, with B from [`AdapterSizes::by_expert`].
+    /// Computes y = s h B_e^T, with B from [`AdapterSizes::sort_by_expert`].
     pub fn project_up<E: TensorElement>(&self, h: &[f32], b: &[f32], y: &mut [E]) {
         let (outputs, rank) = (self.outputs, self.rank);
         let pieces: Vec<Piece> =
-            self.assignment.hit().map(|expert| (expert, self.assignment.slots_of(expert))).collect();
+            self.assignment.active_experts().map(|expert| (expert, self.assignment.slots_of(expert))).collect();
         run_grouped(&pieces, y, outputs, |expert, rows| {
             let b = Matrix::new(&b[expert * rank * outputs..][..rank * outputs], rank, outputs);
             let h = Matrix::new(&h[rows.start * rank..rows.end * rank], rows.len(), rank);
@@ -198,8 +199,8 @@ impl AdapterSizes {
     }
 
     /// Computes the gradient of h from the gradient of the result, `g`, and, if `db` is given, adds the gradient of B
-    /// to it. B and `db` have the order of [`AdapterSizes::by_expert`].
-    pub fn thin_gradients<E: TensorElement>(
+    /// to it. B and `db` have the order of [`AdapterSizes::sort_by_expert`].
+    pub fn low_rank_gradients<E: TensorElement>(
         &self,
         g: &[E],
         h: &[f32],
@@ -259,7 +260,7 @@ impl AdapterSizes {
     pub fn gradient_of_x<E: TensorElement>(&self, dh: &[f32], a: &[f32], dx: &mut [E], accumulate: bool) {
         let (inputs, rank) = (self.inputs, self.rank);
         let pieces: Vec<Piece> =
-            self.assignment.hit().map(|expert| (expert, self.assignment.slots_of(expert))).collect();
+            self.assignment.active_experts().map(|expert| (expert, self.assignment.slots_of(expert))).collect();
         run_grouped(&pieces, dx, inputs, |expert, rows| {
             let a = Matrix::new(&a[expert * rank * inputs..][..rank * inputs], rank, inputs);
             let dh = Matrix::new(&dh[rows.start * rank..rows.end * rank], rows.len(), rank);

@@ -134,7 +134,7 @@ impl ExpertAssignment {
 
     /// Returns the part that concerns consecutive experts. All experts keep their numbers, but the others have no
     /// slots, and slots are numbered from 0. Rows and choices are still those of the full batch.
-    pub(super) fn narrowed(&self, experts: Range<usize>) -> Self {
+    pub(super) fn narrow(&self, experts: Range<usize>) -> Self {
         let slots = self.slots_of_range(&experts);
         let starts = self.starts.iter().map(|start| start.clamp(&slots.start, &slots.end) - slots.start).collect();
         let (slot_rows, slot_choices) =
@@ -165,7 +165,7 @@ impl ExpertAssignment {
     }
 
     /// Returns the experts to which at least one row was routed, in ascending order.
-    pub fn hit(&self) -> impl Iterator<Item = usize> + '_ {
+    pub fn active_experts(&self) -> impl Iterator<Item = usize> + '_ {
         (0..self.experts()).filter(|expert| !self.slots_of(*expert).is_empty())
     }
 
@@ -218,9 +218,9 @@ mod tests {
                 }
             }
             prop_assert_eq!(&found, &want);
-            let hit: Vec<usize> = assignment.hit().collect();
+            let active_experts: Vec<usize> = assignment.active_experts().collect();
             let counted: Vec<usize> = (0..experts).filter(|expert| assignment.counts()[*expert] > 0).collect();
-            prop_assert_eq!(hit, counted);
+            prop_assert_eq!(active_experts, counted);
         }
 
         #[test]
@@ -267,7 +267,7 @@ mod tests {
         let full = ExpertAssignment::new(&choices, 2, 5).unwrap();
         for range in [0..5, 0..0, 1..3, 2..5, 3..4, 5..5] {
             let (part, renumbered) =
-                (full.narrowed(range.clone()), ExpertAssignment::of_range(&choices, 2, 5, range.clone()).unwrap());
+                (full.narrow(range.clone()), ExpertAssignment::of_range(&choices, 2, 5, range.clone()).unwrap());
             assert_eq!((part.experts(), part.rows()), (5, 4));
             assert_eq!(part.row_of_slots(), renumbered.row_of_slots());
             assert_eq!(part.choice_of_slots(), renumbered.choice_of_slots());
@@ -277,7 +277,7 @@ mod tests {
                 assert_eq!(part.slots_of(expert), renumbered.slots_of(expert - range.start));
             }
             assert_eq!(part.slots(), full.slots_of_range(&range).len());
-            assert!(part.hit().all(|expert| range.contains(&expert)));
+            assert!(part.active_experts().all(|expert| range.contains(&expert)));
         }
     }
 }

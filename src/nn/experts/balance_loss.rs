@@ -105,7 +105,7 @@ fn loss_over_ranks(layers: &[Routing], mask: Option<&[bool]>, link: &EngineLink)
     }
     let mut ranks = 1.0;
     if let Some(core) = link.core() {
-        let all_ranks = core.numbers_of_all(numbers.clone())?;
+        let all_ranks = core.gather_numbers(numbers.clone())?;
         ranks = all_ranks.len() as f64;
         for (i, sum) in numbers.iter_mut().enumerate() {
             *sum = all_ranks.iter().map(|rank| rank[i]).sum();
@@ -151,7 +151,7 @@ fn loss_over_ranks(layers: &[Routing], mask: Option<&[bool]>, link: &EngineLink)
                 let mean = values.iter().zip(&slopes).map(|(p, slope)| p * slope).sum::<f32>();
                 values.iter_mut().zip(&slopes).for_each(|(p, slope)| *p *= slope - mean);
             });
-            with_element!(logits.dtype(), NAME, E => sink.give_sums::<E>(&values))?;
+            with_element!(logits.dtype(), NAME, E => sink.deliver_sums::<E>(&values))?;
         }
         Ok(())
     })

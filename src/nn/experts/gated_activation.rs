@@ -1,7 +1,7 @@
 //! The activation between the projections of experts.
 
 use super::options::{ExpertActivation, GateUpOrder};
-use crate::graph::{OpInputs, SavedTensor, can_remake};
+use crate::graph::{OpInputs, SavedTensor, register_recompute};
 use crate::kernels::{buffer, gate_up_activation};
 use crate::nn::composed;
 use crate::nn::in_f32::has_kernels;
@@ -36,8 +36,8 @@ pub fn gated_activation(x: &Tensor, gate: ExpertActivation, order: GateUpOrder) 
             Ok(y)
         });
         let y = forward(&x)?;
-        let (saved_x, needs_grad, remade_shape) = (SavedTensor::of(&x), inputs.are_wanted(), shape.clone());
-        let x_for_remake = x.clone();
+        let (saved_x, needs_grad, recompute_shape) = (SavedTensor::of(&x), inputs.are_wanted(), shape.clone());
+        let x_for_recompute = x.clone();
         let y = inputs.result(NAME, E::storage(y), shape, move |grad, [to_x]| {
             to_x.make::<E>(2 * grad.len(), |dx| {
                 with_elements::<E, _>(&saved_x.get()?, NAME, |x| grad.read::<E, _>(NAME, |dy| {
@@ -48,7 +48,7 @@ pub fn gated_activation(x: &Tensor, gate: ExpertActivation, order: GateUpOrder) 
         })?;
         // The product after the activation need not keep its input.
         if needs_grad {
-            can_remake(&y, move || Tensor::from_vec(forward(&x_for_remake)?, &remade_shape[..], &Device::Cpu));
+            register_recompute(&y, move || Tensor::from_vec(forward(&x_for_recompute)?, &recompute_shape[..], &Device::Cpu));
         }
         Ok(y)
     })

@@ -1,6 +1,6 @@
 //! A router whose choices stay the same while a gradient is compared with finite differences.
 
-use super::routing::{Routing, choose, routed};
+use super::routing::{Routing, choose, routing_from_choices};
 use super::{ExpertAssignment, RouterOptions};
 use crate::graph::rng_position;
 use crate::util::lock;
@@ -47,7 +47,7 @@ impl GradientCheckedRouter {
             drop(held);
             return super::route(logits, self.options);
         };
-        let is_perturbed = core.hold_choices();
+        let is_perturbed = core.report_held_choices();
         let stream = rng_position().stream;
         let is_same = |held: &HeldChoices| held.stream == stream && held.dims == logits.dims();
         let (choices, assignment) = match held.as_ref().filter(|held| is_perturbed && is_same(held)) {
@@ -57,6 +57,6 @@ impl GradientCheckedRouter {
         let dims = logits.dims().to_vec();
         *held = Some(HeldChoices { stream, dims, choices: choices.clone(), assignment: assignment.clone() });
         drop(held);
-        routed(logits, self.options, choices, assignment)
+        routing_from_choices(logits, self.options, choices, assignment)
     }
 }

@@ -67,13 +67,13 @@ impl GroupedGemm {
         y: &mut [E],
         accumulate: bool,
     ) -> Result<()> {
-        let hit: Vec<usize> = self.assignment.hit().collect();
+        let active_experts: Vec<usize> = self.assignment.active_experts().collect();
         let (inputs, outputs) = (self.sizes.inputs, self.sizes.outputs());
-        with_parameter_values::<E>(weights, &hit, &[], &mut |weights| {
-            with_parameter_values::<E>(biases, &hit, &[], &mut |biases| {
+        with_parameter_values::<E>(weights, &active_experts, &[], &mut |weights| {
+            with_parameter_values::<E>(biases, &active_experts, &[], &mut |biases| {
                 let mut products = Vec::new();
                 let mut rest = &mut *y;
-                for (i, expert) in hit.iter().enumerate() {
+                for (i, expert) in active_experts.iter().enumerate() {
                     let slots = self.assignment.slots_of(*expert).len();
                     let (mine, others) = std::mem::take(&mut rest).split_at_mut(slots * outputs);
                     rest = others;
@@ -102,13 +102,13 @@ impl GroupedGemm {
         dx: &mut [E],
         accumulate: bool,
     ) -> Result<()> {
-        let hit: Vec<usize> = self.assignment.hit().collect();
+        let active_experts: Vec<usize> = self.assignment.active_experts().collect();
         let inputs = self.sizes.inputs;
         for (param, weights) in weights.iter().enumerate() {
-            weights.with_values::<E, _>(&hit, NAME, |weights| {
+            weights.with_values::<E, _>(&active_experts, NAME, |weights| {
                 let mut products = Vec::new();
                 let mut rest = &mut *dx;
-                for (expert, weight) in hit.iter().zip(weights) {
+                for (expert, weight) in active_experts.iter().zip(weights) {
                     let slots = self.assignment.slots_of(*expert).len();
                     let (mine, others) = std::mem::take(&mut rest).split_at_mut(slots * inputs);
                     rest = others;

@@ -131,8 +131,8 @@ impl ExpertMlp {
         shape: &Shape,
     ) -> Result<Tensor> {
         let experts = match &self.units {
-            Some(units) => units.agree(assignment.hit())?,
-            None => RoutedPass::whole(self.experts()),
+            Some(units) => units.agree(assignment.active_experts())?,
+            None => RoutedPass::all_resident(self.experts()),
         };
         let combine = |y: &Tensor| combine_experts(y, weights, assignment, shape);
         if self.gate_up.has_kernels_for(x) && self.down.has_kernels_for(x) {
@@ -143,7 +143,7 @@ impl ExpertMlp {
             return combine(&y);
         }
         self.units.iter().for_each(RoutedUnits::expect_any_order);
-        experts.around(x, |x| {
+        experts.run_together(x, |x| {
             let both = self.gate_up.forward(&expert_rows(x, assignment)?, assignment)?;
             let GatedActivation { gate, order, .. } = self.activation;
             combine(&self.down.forward(&gated_activation(&both, gate, order)?, assignment)?)
@@ -172,7 +172,7 @@ impl ExpertMlp {
         let activation = self.activation;
         let width = activation.width;
         let mut saved_both = op.are_wanted().then(|| buffer::<E>(slots * 2 * width));
-        let mut thin_products = (Vec::new(), Vec::new());
+        let mut low_rank_products = (Vec::new(), Vec::new());
         let mut y = buffer::<E>(slots * outputs);
         with_elements::<E, _>(&x, NAME, |x| {
             experts.run(|experts| {
@@ -183,10 +183,10 @@ impl ExpertMlp {
                     None => &mut scratch[..],
                 };
                 let h = gate_up.forward(&x[part.rows(inputs)], &part.assignment, &sorted.0, both)?;
-                thin_products.0.extend(h);
+                low_rank_products.0.extend(h);
                 let inner = activation.of(both);
                 let h = down.forward(&inner, &part.assignment, &sorted.1, &mut y[part.rows(outputs)])?;
-                thin_products.1.extend(h);
+                low_rank_products.1.extend(h);
                 Ok(())
             })
         })?;
@@ -194,12 +194,12 @@ impl ExpertMlp {
         let Some(both) = saved_both else { return op.result(NAME, y, shape, |_, _| Ok(())) };
         let both = Tensor::from_vec(both, (slots, 2 * width), &Device::Cpu)?;
         let both_for_remake = both.clone();
-        let inner = SavedTensor::remade(move || {
+        let inner = SavedTensor::recomputed(move || {
             let inner = with_elements::<E, _>(&both_for_remake, NAME, |both| Ok(activation.of(both)))?;
             Tensor::from_vec(inner, (slots, width), &Device::Cpu)
         });
-        let gate_up = ProjectionBackward::new(gate_up, assignment.clone(), SavedTensor::of(&x), thin_products.0);
-        let down = ProjectionBackward::new(down, assignment.clone(), inner, thin_products.1);
+        let gate_up = ProjectionBackward::new(gate_up, assignment.clone(), SavedTensor::of(&x), low_rank_products.0);
+        let down = ProjectionBackward::new(down, assignment.clone(), inner, low_rank_products.1);
         let (gate_up, down) = (Arc::new(gate_up), Arc::new(down));
         let backward = MlpBackward { gate_up, down, activation, both, experts, assignment: assignment.clone() };
         op.result(NAME, y, shape, move |grad, [to_x]| grad.read::<E, _>(NAME, |g| backward.run(g, to_x)))
@@ -238,7 +238,7 @@ impl MlpBackward {
         let mut passes = (self.gate_up.begin()?, self.down.begin()?);
         if !to_x.is_wanted() && !self.gate_up.trains() {
             // Only `down` needs gradients, and they can be computed without the weights of any expert.
-            passes.1.rows::<E>(&self.down.whole(), g, None)?;
+            passes.1.rows::<E>(&self.down.all_experts(), g, None)?;
             return self.down.deliver(g, passes.1);
         }
         let (inputs, width) = (self.gate_up.inputs(), self.activation.width);

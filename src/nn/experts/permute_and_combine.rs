@@ -1,12 +1,12 @@
 //! The path of rows to their experts and back.
 
 use super::ExpertAssignment;
-use crate::graph::{Grad, OpInputs, SavedTensor, can_remake};
+use crate::graph::{Grad, OpInputs, SavedTensor, register_recompute};
 use crate::kernels::buffer;
 use crate::kernels::embedding::embedding;
 use crate::kernels::expert_combine::{self, sum_slots, sum_slots_backward};
 use crate::nn::composed;
-use crate::nn::f32_weight_linear::with_wide;
+use crate::nn::f32_weight_linear::with_f32_values;
 use crate::nn::in_f32::has_kernels;
 use crate::tensor::element::{TensorElement, with_all, with_element, with_elements};
 use crate::util::counted;
@@ -37,7 +37,7 @@ pub fn expert_rows(x: &Tensor, assignment: &Arc<ExpertAssignment>) -> Result<Ten
             Ok(y)
         });
         let y = gather(&x, &assignment)?;
-        let (needs_grad, saved_x, for_remake) = (inputs.are_wanted(), SavedTensor::of(&x), assignment.clone());
+        let (needs_grad, saved_x, for_recompute) = (inputs.are_wanted(), SavedTensor::of(&x), assignment.clone());
         let y = inputs.result(NAME, E::storage(y), shape.clone(), move |grad, [to_x]| {
             grad.read::<E, _>(NAME, |dy| {
                 to_x.accumulate::<E>(assignment.rows() * width, |dx, add| {
@@ -47,7 +47,7 @@ pub fn expert_rows(x: &Tensor, assignment: &Arc<ExpertAssignment>) -> Result<Ten
             })
         })?;
         if needs_grad {
-            can_remake(&y, move || Tensor::from_vec(gather(&saved_x.get()?, &for_remake)?, &shape, &Device::Cpu));
+            register_recompute(&y, move || Tensor::from_vec(gather(&saved_x.get()?, &for_recompute)?, &shape, &Device::Cpu));
         }
         Ok(y)
     })
@@ -87,7 +87,7 @@ pub fn combine_experts(
     let (y, weights) = (y.contiguous()?, weights.contiguous()?);
     let inputs = OpInputs::of([Some(&y), Some(&weights)])?;
     let (assignment, n_weights, weights_dtype) = (assignment.clone(), weights.elem_count(), weights.dtype());
-    let slot_weights: Vec<f32> = with_wide(&weights, |weights| {
+    let slot_weights: Vec<f32> = with_f32_values(&weights, |weights| {
         Ok(assignment.choice_of_slots().iter().map(|choice| weights[*choice as usize]).collect())
     })?;
     with_element!(y.dtype(), NAME, E => {
@@ -109,27 +109,27 @@ pub fn combine_experts(
                 for (choice, grad) in assignment.choice_of_slots().iter().zip(grads) {
                     dweights[*choice as usize] = grad;
                 }
-                with_element!(weights_dtype, NAME, W => to_weights.give_sums::<W>(&dweights))?;
+                with_element!(weights_dtype, NAME, W => to_weights.deliver_sums::<W>(&dweights))?;
             }
-            dy.map_or(Ok(()), |dy| to_y.give(Grad::own(dy)))
+            dy.map_or(Ok(()), |dy| to_y.deliver(Grad::own(dy)))
         })
     })
 }
 
-/// Computes `onto + sigmoid(gate) * x`, with one gate `[.., 1]` for each row of `x` `[.., width]`, in f32 and rounded
+/// Computes `base + sigmoid(gate) * x`, with one gate `[.., 1]` for each row of `x` `[.., width]`, in f32 and rounded
 /// once. In Qwen2-MoE, `x` is the output of the shared expert, and its gate is a linear layer with one output.
 ///
 /// # Errors
 /// Shapes that do not match, or a gate whose dtype is not that of `x`.
-pub fn add_gated(onto: &Tensor, gate: &Tensor, x: &Tensor) -> Result<Tensor> {
+pub fn add_gated(base: &Tensor, gate: &Tensor, x: &Tensor) -> Result<Tensor> {
     const NAME: &str = "add_gated";
     let width = x.dims().last().copied().unwrap_or(0);
     let rows = x.elem_count() / width.max(1);
-    if onto.shape() != x.shape() || gate.elem_count() != rows || gate.dtype() != x.dtype() {
+    if base.shape() != x.shape() || gate.elem_count() != rows || gate.dtype() != x.dtype() {
         bail!(
             "{NAME}: the operands have shapes {:?} and {:?}, and the gate has shape {:?} and dtype {:?}; the operands must \
              have the same shape, and the gate one element of {:?} for each row",
-            onto.dims(),
+            base.dims(),
             x.dims(),
             gate.dims(),
             gate.dtype(),
@@ -137,27 +137,27 @@ pub fn add_gated(onto: &Tensor, gate: &Tensor, x: &Tensor) -> Result<Tensor> {
         )
     }
     if !has_kernels(x) {
-        return composed::add_gated(onto, gate, x);
+        return composed::add_gated(base, gate, x);
     }
-    let (onto, gate, x) = (onto.contiguous()?, gate.contiguous()?, x.contiguous()?);
-    let inputs = OpInputs::of([Some(&onto), Some(&gate), Some(&x)])?;
+    let (base, gate, x) = (base.contiguous()?, gate.contiguous()?, x.contiguous()?);
+    let inputs = OpInputs::of([Some(&base), Some(&gate), Some(&x)])?;
     with_element!(x.dtype(), NAME, E => {
         let mut y = buffer::<E>(x.elem_count());
-        with_wide(&gate, |gates| with_all([Some(&onto), Some(&x)], NAME, |[onto, x]| {
-            expert_combine::add_gated(onto.unwrap_or_default(), gates, x.unwrap_or_default(), width, &mut y);
+        with_f32_values(&gate, |gates| with_all([Some(&base), Some(&x)], NAME, |[base, x]| {
+            expert_combine::add_gated(base.unwrap_or_default(), gates, x.unwrap_or_default(), width, &mut y);
             Ok(())
         }))?;
-        inputs.result(NAME, E::storage(y), x.shape().clone(), move |grad, [to_onto, to_gate, to_x]| {
+        inputs.result(NAME, E::storage(y), x.shape().clone(), move |grad, [to_base, to_gate, to_x]| {
             if to_gate.is_wanted() || to_x.is_wanted() {
                 let (mut dgates, mut dx) = (vec![0f32; rows], buffer::<E>(rows * width));
-                with_wide(&gate, |gates| with_elements::<E, _>(&x, NAME, |x| grad.read::<E, _>(NAME, |dy| {
+                with_f32_values(&gate, |gates| with_elements::<E, _>(&x, NAME, |x| grad.read::<E, _>(NAME, |dy| {
                     expert_combine::add_gated_backward(gates, (x, dy), width, &mut dgates, &mut dx);
                     Ok(())
                 })))?;
-                to_gate.give_sums::<E>(&dgates)?;
-                to_x.give(Grad::own(dx))?;
+                to_gate.deliver_sums::<E>(&dgates)?;
+                to_x.deliver(Grad::own(dx))?;
             }
-            to_onto.give(grad)
+            to_base.deliver(grad)
         })
     })
 }

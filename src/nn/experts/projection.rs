@@ -151,7 +151,7 @@ impl ExpertProjection {
     /// Returns whether the projection of `x` is a grouped product, not a loop over the experts.
     pub(super) fn has_kernels_for(&self, x: &Tensor) -> bool {
         let have_same_dtype = self.weights.iter().chain(&self.biases).all(|param| param.dtype() == Some(x.dtype()));
-        let is_lower = autocast::lower(x, &self.weights[0].tensors()[0]).is_some();
+        let is_lower = autocast::lower_format(x, &self.weights[0].tensors()[0]).is_some();
         has_kernels(x) && have_same_dtype && !is_lower
     }
 
@@ -179,7 +179,7 @@ impl ExpertProjection {
             grad.read::<E, _>(NAME, |g| {
                 let mut pass = backward.begin()?;
                 let len = backward.slots() * backward.inputs();
-                to_x.accumulate_if_wanted::<E>(len, |dx| pass.rows(&backward.whole(), g, dx))?;
+                to_x.accumulate_if_wanted::<E>(len, |dx| pass.rows(&backward.all_experts(), g, dx))?;
                 backward.deliver::<E>(g, pass)
             })
         })

@@ -10,7 +10,7 @@ use super::tensors::{ExpertGradSinks, ExpertTensors, LentGradient};
 use crate::graph::{InputGradSink, OpInputs, SavedTensor};
 use crate::kernels::gemm::{column_sums, gemm_grouped};
 use crate::nn::WeightLayout;
-use crate::nn::f32_weight_linear::with_wide;
+use crate::nn::f32_weight_linear::with_f32_values;
 use crate::tensor::element::{TensorElement, with_element, with_elements};
 use candle_core::Result;
 use std::ops::Range;
@@ -46,7 +46,7 @@ impl ExpertSlots {
     /// Returns the part of an assignment that concerns `experts`.
     pub fn new(assignment: &ExpertAssignment, experts: Range<usize>) -> Self {
         let slots = assignment.slots_of_range(&experts);
-        Self { assignment: Arc::new(assignment.narrowed(experts)), slots }
+        Self { assignment: Arc::new(assignment.narrow(experts)), slots }
     }
 
     /// Returns the range of the part's rows in a buffer with `width` elements for each slot.
@@ -84,7 +84,7 @@ impl RecordedProjection {
     /// Returns the adapter's matrices B in the order of their use, or an empty list if there is no adapter.
     pub fn sorted_adapter(&self) -> Result<Vec<f32>> {
         let Some(RecordedAdapter { matrices, .. }) = &self.adapter else { return Ok(Vec::new()) };
-        with_wide(&matrices.b, |b| Ok(AdapterSizes::by_expert(matrices, &self.sizes, b)))
+        with_f32_values(&matrices.b, |b| Ok(AdapterSizes::sort_by_expert(matrices, &self.sizes, b)))
     }
 
     /// Computes the results `y` of the rows `x`. `sorted` is from [`sorted_adapter`](Self::sorted_adapter). Returns the
@@ -99,7 +99,7 @@ impl RecordedProjection {
         let mut h = Vec::new();
         if let Some(RecordedAdapter { matrices, .. }) = &self.adapter {
             let sizes = AdapterSizes::new(matrices, &self.sizes, assignment.clone());
-            h = with_wide(&matrices.a, |a| Ok(sizes.project_down(x, a)))?;
+            h = with_f32_values(&matrices.a, |a| Ok(sizes.project_down(x, a)))?;
             sizes.project_up(&h, sorted, y);
         }
         self.grouped_gemm(assignment).product(x, &self.weights, &self.biases, y, self.adapter.is_some())?;
@@ -164,7 +164,7 @@ impl ProjectionBackward {
     }
 
     /// Returns all experts as one part.
-    pub fn whole(&self) -> ExpertSlots {
+    pub fn all_experts(&self) -> ExpertSlots {
         ExpertSlots { assignment: self.rows.assignment.clone(), slots: 0..self.slots() }
     }
 
@@ -187,11 +187,11 @@ impl ProjectionBackward {
             if let Some(sorted) = pass.sorted_grads {
                 let mut db = vec![0f32; matrices.b.elem_count()];
                 sizes.in_layout(&sorted, &mut db);
-                with_element!(matrices.b.dtype(), NAME, P => to_b.give_sums::<P>(&db))?;
+                with_element!(matrices.b.dtype(), NAME, P => to_b.deliver_sums::<P>(&db))?;
             }
             if to_a.is_wanted() {
                 let da = with_elements::<E, _>(&self.x.get()?, NAME, |x| Ok(sizes.gradient_of_a(x, &pass.dh)))?;
-                with_element!(matrices.a.dtype(), NAME, P => to_a.give_sums::<P>(&da))?;
+                with_element!(matrices.a.dtype(), NAME, P => to_a.deliver_sums::<P>(&da))?;
             }
         }
         for (param, sinks) in self.projection.weight_sinks.iter().enumerate() {
@@ -207,7 +207,7 @@ impl ProjectionBackward {
             for (expert, sums) in experts.zip(sums.chunks_exact_mut(width.max(1))) {
                 column_sums(self.rows.columns(g, param, expert, 0), sums);
             }
-            sink.give_sums::<E>(&sums)?;
+            sink.deliver_sums::<E>(&sums)?;
         }
         Ok(())
     }
@@ -232,7 +232,7 @@ impl ProjectionBackward {
             let slots = self.rows.assignment.slots_of_range(&experts);
             let (this, outputs) = (self.clone(), self.rows.sizes.outputs());
             let kept_bytes = slots.len() * self.rows.sizes.inputs * size_of::<E>();
-            sink.now_or_later(&g[slots.start * outputs..slots.end * outputs], kept_bytes, move |g, sink| {
+            sink.deliver_or_defer(&g[slots.start * outputs..slots.end * outputs], kept_bytes, move |g, sink| {
                 let lent = LentGradient::<E>::take(sink, &experts, len)?;
                 this.write_weight_gradients(lent.into_iter().collect(), param, g, slots.start)
             })?;
@@ -270,13 +270,13 @@ impl ProjectionBackwardPass<'_> {
         if let Some(adapter) = projection.adapter.as_ref().filter(|_| dx.is_some() || projection.trains_adapter()) {
             let sizes = AdapterSizes::new(&adapter.matrices, &projection.sizes, part.assignment.clone());
             let h = &h[part.rows(sizes.rank())];
-            dh = sizes.thin_gradients(g, h, &self.sorted, self.sorted_grads.as_deref_mut());
+            dh = sizes.low_rank_gradients(g, h, &self.sorted, self.sorted_grads.as_deref_mut());
             self.dh.extend_from_slice(&dh);
         }
         let Some((dx, mut add)) = dx else { return Ok(()) };
         if let Some(RecordedAdapter { matrices, .. }) = &projection.adapter {
             let sizes = AdapterSizes::new(matrices, &projection.sizes, part.assignment.clone());
-            with_wide(&matrices.a, |a| {
+            with_f32_values(&matrices.a, |a| {
                 sizes.gradient_of_x(&dh, a, dx, add);
                 Ok(())
             })?;

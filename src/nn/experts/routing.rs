@@ -66,7 +66,7 @@ impl Routing {
 /// than f32, bf16 or f16 on the CPU.
 pub fn route(logits: &Tensor, options: RouterOptions) -> Result<Routing> {
     let (choices, assignment) = choose(logits, options)?;
-    routed(logits, options, choices, assignment)
+    routing_from_choices(logits, options, choices, assignment)
 }
 
 /// Returns the experts of each row, the best first, and the rows sorted by expert.
@@ -109,7 +109,7 @@ pub(super) fn choose(logits: &Tensor, options: RouterOptions) -> Result<(Arc<Vec
 }
 
 /// Returns a routing with these choices, whose weights are computed from the logits.
-pub(super) fn routed(
+pub(super) fn routing_from_choices(
     logits: &Tensor,
     options: RouterOptions,
     choices: Arc<Vec<u32>>,

@@ -172,6 +172,6 @@ impl<'a, E: TensorElement> LentGradient<'a, E> {
 
     /// Delivers the gradient.
     pub fn deliver(self) -> Result<()> {
-        self.sink.give(crate::graph::Grad::own(self.values))
+        self.sink.deliver(crate::graph::Grad::own(self.values))
     }
 }

@@ -13,7 +13,7 @@ use crate::graph::{Grad, OpInputs, is_without_gradients};
 use crate::kernels::buffer;
 use crate::kernels::embedding::embedding;
 use crate::kernels::expert_combine::{RowSlots, sum_slots};
-use crate::nn::f32_weight_linear::with_wide;
+use crate::nn::f32_weight_linear::with_f32_values;
 use crate::precision::Flat;
 use crate::tensor::element::{TensorElement, with_element, with_elements};
 use crate::util::counted;
@@ -78,7 +78,7 @@ impl RowRoutes {
         routes.received = routes.exchange.counts(&routes.sent, (k, width.max(2 * k)))?;
         let (assignment, weights) = routes.exchange_choices(routing, experts)?;
         let routes = Arc::new(routes);
-        let assignment = Arc::new(assignment.narrowed(routes.exchange.experts()));
+        let assignment = Arc::new(assignment.narrow(routes.exchange.experts()));
         let weights = routes.received_weights(routing.weights(), weights)?;
         let rows = with_element!(x.dtype(), NAME, E => routes.send_rows::<E>(x, own_rows, width))?;
         Ok((routes, ReceivedRows { assignment, rows, weights }))
@@ -124,7 +124,7 @@ impl RowRoutes {
     /// of these choices.
     fn exchange_choices(&self, routing: &Routing, experts: usize) -> Result<(ExpertAssignment, Vec<f32>)> {
         let k = self.choices;
-        let outgoing = with_wide(routing.weights(), |weights| {
+        let outgoing = with_f32_values(routing.weights(), |weights| {
             let mut values = Vec::with_capacity(self.rows.len() * 2 * k);
             for row in &self.rows {
                 let choices = *row as usize * k..(*row as usize + 1) * k;
@@ -175,7 +175,7 @@ impl RowRoutes {
             };
             let sums = routes.position_of_choice.iter().enumerate();
             let sums: Vec<f32> = sums.map(|(choice, position)| returned[*position as usize * k + choice % k]).collect();
-            with_element!(dtype, NAME, W => to_own_weights.give_sums::<W>(&sums))
+            with_element!(dtype, NAME, W => to_own_weights.deliver_sums::<W>(&sums))
         })
     }
 
@@ -226,7 +226,7 @@ impl RowRoutes {
         inputs.result("returned rows", E::storage(sums), shape.clone(), move |grad, [to_y]| {
             let counts = [&routes.sent[..], &routes.received];
             let grad = grad.read::<E, _>(NAME, |grad| Ok(routes.in_send_order(grad, width)))?;
-            to_y.give(Grad::own(routes.transfer::<E>(ExpertMessageKind::ResultGradients, grad, counts, width)?))
+            to_y.deliver(Grad::own(routes.transfer::<E>(ExpertMessageKind::ResultGradients, grad, counts, width)?))
         })
     }
 

@@ -1,7 +1,7 @@
 //! Zero gradients for experts that no row chose, and for everything else if there are no rows.
 
 use super::{ExpertAssignment, ExpertTensors};
-use crate::graph::{Grad, InputGradSink, OpInputs, copied};
+use crate::graph::{Grad, InputGradSink, OpInputs, copy_to_result};
 use candle_core::{DType, Result, Shape, Tensor};
 
 /// Returns `y` as the result of an operation that delivers zero gradients to the tensors of experts that no row chose.
@@ -32,10 +32,10 @@ pub(super) fn with_zero_gradients<'a>(
     }
     let zeros: Vec<(Shape, DType)> = unused.iter().map(|tensor| (tensor.shape().clone(), tensor.dtype())).collect();
     let (device, shape) = (y.device().clone(), y.shape().clone());
-    inputs.result("unused experts", copied(&y)?, shape, move |grad, [to_y]| {
+    inputs.result("unused experts", copy_to_result(&y)?, shape, move |grad, [to_y]| {
         for (sink, (shape, dtype)) in sinks.iter().zip(&zeros).filter(|(sink, _)| sink.is_wanted()) {
-            sink.give(Grad::Shared(Tensor::zeros(shape, *dtype, &device)?))?;
+            sink.deliver(Grad::Shared(Tensor::zeros(shape, *dtype, &device)?))?;
         }
-        to_y.give(grad)
+        to_y.deliver(grad)
     })
 }

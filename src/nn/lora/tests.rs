@@ -62,7 +62,7 @@ fn run(case: Case, t: &[Tensor]) -> Result<Tensor> {
     let adapter =
         LoraOperands { a: &t[2], b: &t[3], magnitude: case.dora.then_some(&t[6]), scale: SCALE, mask: case.mask };
     let epilogue = LinearEpilogue { activation: case.activation, residual: case.residual.then_some(&t[5]) };
-    linear_then(&t[0], &t[1], case.bias.then_some(&t[4]), case.layout, &adapter, epilogue)
+    linear_with_epilogue(&t[0], &t[1], case.bias.then_some(&t[4]), case.layout, &adapter, epilogue)
 }
 
 fn definition(case: Case, t: &[Tensor]) -> Result<Tensor> {

@@ -40,8 +40,8 @@ pub(in crate::nn) fn gated(
         let [dgate, dup] = with_each([&gate, &up, &dy], name, |[gate, up, dy]| {
             kernel::gated_backward(&device, function, [gate, up], dy)
         })?;
-        to_gate.give(Grad::of_storage(dgate, len))?;
-        to_up.give(Grad::of_storage(dup, len))
+        to_gate.deliver(Grad::of_storage(dgate, len))?;
+        to_up.deliver(Grad::of_storage(dup, len))
     })?;
     Ok(Some(y))
 }

@@ -14,11 +14,11 @@ pub(in crate::nn) fn add(a: &Tensor, b: &Tensor) -> Result<Option<Tensor>> {
     let sum = take(&(a.detach() + b.detach())?)?;
     let sum = inputs.result("add", sum, a.shape().clone(), move |grad, [to_a, to_b]| {
         if !to_a.is_wanted() || !to_b.is_wanted() {
-            return if to_a.is_wanted() { to_a.give(grad) } else { to_b.give(grad) };
+            return if to_a.is_wanted() { to_a.deliver(grad) } else { to_b.deliver(grad) };
         }
         let grad = grad.on_device(&device)?;
-        to_a.give(Grad::Shared(grad.clone()))?;
-        to_b.give(Grad::Shared(grad))
+        to_a.deliver(Grad::Shared(grad.clone()))?;
+        to_b.deliver(Grad::Shared(grad))
     })?;
     Ok(Some(sum))
 }

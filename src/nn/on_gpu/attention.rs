@@ -20,7 +20,7 @@ pub(in crate::nn) fn attention<const N: usize>(
 ) -> Result<Option<Tensor>> {
     let one_format = parts.iter().all(|part| part.dtype() == parts[0].dtype());
     let has_kernel = one_format && !(options.bidirectional && options.window.is_some());
-    let device = supported_device(&parts).filter(|device| has_kernel && kernel::takes(device, &heads));
+    let device = supported_device(&parts).filter(|device| has_kernel && kernel::supports(device, &heads));
     let Some(device) = device else { return Ok(None) };
     let rule = options.rule(heads.head, sequences)?;
     let parts: Vec<Tensor> = parts.iter().map(|part| part.contiguous()).collect::<Result<_>>()?;
@@ -37,7 +37,7 @@ pub(in crate::nn) fn attention<const N: usize>(
             with_each(parts.each_ref(), name, |parts| kernel::backward(&device, (&heads, &rule), parts, (y, &lse, dy)))
         })?;
         for ((sink, gradient), part) in sinks.iter().zip(gradients).zip(&parts) {
-            sink.give(Grad::of_storage(gradient, part.elem_count()))?;
+            sink.deliver(Grad::of_storage(gradient, part.elem_count()))?;
         }
         Ok(())
     })?;

@@ -12,8 +12,8 @@
 use super::supported_device;
 use crate::cuda::cross_entropy::{self as kernel, CrossEntropyArguments, DeviceTargets, LossGradientScale};
 use crate::cuda::embedding::{NO_ROW, look_up};
-use crate::cuda::{add, copy, written, zeros};
-use crate::graph::{Grad, OpInputs, is_once};
+use crate::cuda::{add, alloc_and_write, copy, zeros};
+use crate::graph::{Grad, OpInputs, is_single_backward};
 use crate::nn::WeightLayout;
 use crate::tensor::device_elements::{change, tensor_of, with_each};
 use crate::util::lock;
@@ -193,7 +193,9 @@ impl GpuLossHead {
         let sum = if sum.dtype() == DType::F32 {
             sum
         } else {
-            let wide = written(device, DType::F32, len, |wide| with_each([&sum], op, |[sum]| copy(device, wide, sum)))?;
+            let wide = alloc_and_write(device, DType::F32, len, |wide| {
+                with_each([&sum], op, |[sum]| copy(device, wide, sum))
+            })?;
             tensor_of(wide, sum.shape())
         };
         change(&sum, |sum| with_each([&product], op, |[product]| add(device, sum, product)))?;
@@ -214,7 +216,7 @@ impl GpuLossHead {
         inputs.result(NAME, loss, (), move |grad, [to_h, to_weight]| {
             let grad = grad.on_device(&self.device)?;
             let mut saved_gradients = lock(&saved_gradients);
-            let grads = if is_once() { saved_gradients.take() } else { saved_gradients.clone() };
+            let grads = if is_single_backward() { saved_gradients.take() } else { saved_gradients.clone() };
             let Some((dh, dweight)) = grads else {
                 bail!("{NAME}: the gradients of this loss have already been taken")
             };
@@ -225,10 +227,10 @@ impl GpuLossHead {
                 Ok(tensor_of(scaled, values.shape()))
             };
             if let Some(dweight) = dweight.filter(|_| to_weight.is_wanted()) {
-                to_weight.give(Grad::OnDevice(scaled(dweight)?))?;
+                to_weight.deliver(Grad::OnDevice(scaled(dweight)?))?;
             }
             match dh.filter(|_| to_h.is_wanted()) {
-                Some(dh) => to_h.give(Grad::OnDevice(self.expand(NAME, scaled(dh)?, self.width)?)),
+                Some(dh) => to_h.deliver(Grad::OnDevice(self.expand(NAME, scaled(dh)?, self.width)?)),
                 None => Ok(()),
             }
         })
@@ -260,10 +262,10 @@ impl GpuLossHead {
                 self.run(NAME, &rows, &weight, wants, -1.0, &LossGradientScale::Each(grad, -1.0))
             })?;
             if let Some(dweight) = dweight {
-                to_weight.give(Grad::OnDevice(dweight.to_dtype(weight.dtype())?))?;
+                to_weight.deliver(Grad::OnDevice(dweight.to_dtype(weight.dtype())?))?;
             }
             match dh {
-                Some(dh) => to_h.give(Grad::OnDevice(self.expand(NAME, dh, self.width)?)),
+                Some(dh) => to_h.deliver(Grad::OnDevice(self.expand(NAME, dh, self.width)?)),
                 None => Ok(()),
             }
         })

@@ -20,7 +20,7 @@ pub(in crate::nn) fn dropout(x: &Tensor, p: f32, seed: u64, offset: u64) -> Resu
             return Ok(());
         }
         let dx = with_each([&dy], NAME, |[dy]| kernel::dropout(&device, dy, p, seed, offset))?;
-        to_x.give(Grad::of_storage(dx, len))
+        to_x.deliver(Grad::of_storage(dx, len))
     })?;
     Ok(Some(y))
 }

@@ -4,7 +4,7 @@
 use super::supported_device;
 use crate::cuda::column_sums::PartialColumnSums;
 use crate::cuda::{activation, linear_epilogue};
-use crate::graph::{Grad, InputGradSink, OpInputs, SavedTensor, can_remake};
+use crate::graph::{Grad, InputGradSink, OpInputs, SavedTensor, register_recompute};
 use crate::kernels::gemm::Activation;
 use crate::nn::linear_product::LinearSizes;
 use crate::nn::{LinearEpilogue, WeightLayout};
@@ -13,8 +13,8 @@ use candle_core::{CudaDevice, Result, Tensor};
 
 const NAME: &str = "linear";
 
-/// Computes [`crate::nn::linear_then`]. The residual's shape has been checked.
-pub(in crate::nn) fn linear_then(
+/// Computes [`crate::nn::linear_with_epilogue`]. The residual's shape has been checked.
+pub(in crate::nn) fn linear_with_epilogue(
     x: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
@@ -38,7 +38,7 @@ pub(in crate::nn) fn linear_then(
     if bias.is_some() || residual.is_some() || epilogue.activation.is_some() {
         with_arrays([bias.as_ref(), residual.as_ref()], NAME, |[bias, residual]| {
             change(&products, |products| {
-                y = linear_epilogue::follow(&device, products, sizes.outputs, bias, epilogue.activation, residual)?;
+                y = linear_epilogue::apply(&device, products, sizes.outputs, bias, epilogue.activation, residual)?;
                 Ok(())
             })
         })?;
@@ -48,11 +48,11 @@ pub(in crate::nn) fn linear_then(
         None => (take(&products)?, None),
     };
     let saved_activation = epilogue.activation.zip(pre_activation);
-    let remake = saved_activation.clone().filter(|_| residual.is_none()).map(|saved| (saved, device.clone()));
+    let recompute = saved_activation.clone().filter(|_| residual.is_none()).map(|saved| (saved, device.clone()));
     let backward = GpuLinearBackward { device, x: SavedTensor::of(&x), weight, sizes, saved_activation };
     let y = inputs.result(NAME, y, shape.clone(), move |grad, sinks| backward.run(grad, sinks))?;
-    if let Some(((function, pre_activation), device)) = remake {
-        can_remake(&y, move || {
+    if let Some(((function, pre_activation), device)) = recompute {
+        register_recompute(&y, move || {
             let values = with_each([&pre_activation], NAME, |[values]| activation::forward(&device, function, values))?;
             Ok(tensor_of(values, &shape))
         });
@@ -92,7 +92,7 @@ impl GpuLinearBackward {
         let g = match saved_activation {
             None => dy.clone(),
             Some((function, pre_activation)) => {
-                let inner = crate::cuda::written(device, dy.dtype(), dy.elem_count(), |inner| {
+                let inner = crate::cuda::alloc_and_write(device, dy.dtype(), dy.elem_count(), |inner| {
                     with_each([pre_activation, &dy], NAME, |operands| {
                         activation::backward(device, *function, operands, inner)
                     })
@@ -111,14 +111,14 @@ impl GpuLinearBackward {
                 WeightLayout::OutIn => g.t()?.matmul(&x)?,
                 WeightLayout::InOut => x.t()?.matmul(&g)?,
             };
-            to_weight.give(Grad::OnDevice(dweight))?;
+            to_weight.deliver(Grad::OnDevice(dweight))?;
         }
         if to_x.is_wanted() {
-            to_x.give(Grad::OnDevice(g.matmul(&matrix(weight, s.layout)?.t()?)?))?;
+            to_x.deliver(Grad::OnDevice(g.matmul(&matrix(weight, s.layout)?.t()?)?))?;
         }
         // This gradient comes last, when nothing else holds its tensor, because other gradients of the residual are
         // added to that tensor in place.
         drop(g);
-        to_residual.give(if is_own { Grad::OnDevice(dy) } else { Grad::Shared(dy) })
+        to_residual.deliver(if is_own { Grad::OnDevice(dy) } else { Grad::Shared(dy) })
     }
 }

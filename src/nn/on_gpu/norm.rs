@@ -2,9 +2,9 @@
 
 use super::supported_device;
 use crate::cuda::norm::{self as kernel, NormStatistics};
-use crate::graph::{Grad, InputGradSink, OpInputs, can_remake};
+use crate::graph::{Grad, InputGradSink, OpInputs, register_recompute};
 use crate::nn::RmsNormOptions;
-use crate::nn::kept_inputs::kept_inputs;
+use crate::nn::saved_inputs::saved_inputs;
 use crate::tensor::device_elements::with_each;
 use candle_core::{CudaDevice, DType, Result, Tensor, bail};
 
@@ -20,13 +20,13 @@ pub(in crate::nn) fn layer_norm(x: &Tensor, weight: &Tensor, bias: &Tensor, eps:
     let (y, statistics) = with_each([&x, &weight, &bias], LAYER_NORM, |[x, weight, bias]| {
         kernel::layer_norm(&device, x, [weight, bias], eps as f32)
     })?;
-    let saved_inputs = kept_inputs(&inputs, [&x, &weight, &bias])?;
+    let saved_inputs = saved_inputs(&inputs, [&x, &weight, &bias])?;
     let saved = GpuNormBackward { device, name: LAYER_NORM, x, weight, offset: 0.0, statistics };
     let y = inputs.result(LAYER_NORM, y, shape, move |grad, [to_x, to_weight, to_bias]| {
         saved.backward(grad, to_x, to_weight, Some((to_bias, bias_dtype)))
     })?;
     if let Some([x, weight, bias]) = saved_inputs {
-        can_remake(&y, move || require_support(layer_norm(&x, &weight, &bias, eps)?));
+        register_recompute(&y, move || require_support(layer_norm(&x, &weight, &bias, eps)?));
     }
     Ok(Some(y))
 }
@@ -40,12 +40,12 @@ pub(in crate::nn) fn rms_norm(x: &Tensor, weight: &Tensor, options: RmsNormOptio
     let shape = x.shape().clone();
     let (y, statistics) =
         with_each([&x, &weight], RMS_NORM, |operands| kernel::rms_norm(&device, operands, offset, options.eps as f32))?;
-    let saved_inputs = kept_inputs(&inputs, [&x, &weight])?;
+    let saved_inputs = saved_inputs(&inputs, [&x, &weight])?;
     let saved = GpuNormBackward { device, name: RMS_NORM, x, weight, offset, statistics };
     let y = inputs
         .result(RMS_NORM, y, shape, move |grad, [to_x, to_weight]| saved.backward(grad, to_x, to_weight, None))?;
     if let Some([x, weight]) = saved_inputs {
-        can_remake(&y, move || require_support(rms_norm(&x, &weight, options)?));
+        register_recompute(&y, move || require_support(rms_norm(&x, &weight, options)?));
     }
     Ok(Some(y))
 }

@@ -58,7 +58,7 @@ pub(in crate::nn) fn rotary(
     let angles = tables.on_device(&device, host, end)?;
     let rotated = move |x: &Tensor, direction: f32| {
         let positions = match &positions {
-            Some(positions) => RotaryPositions::Of(positions, end),
+            Some(positions) => RotaryPositions::PerRow(positions, end),
             None => RotaryPositions::From { first, time },
         };
         with_each([x], NAME, |[x]| rotate(&device, &angles, x, width, &positions, direction))
@@ -71,7 +71,7 @@ pub(in crate::nn) fn rotary(
             return Ok(());
         }
         let dy = grad.into_tensor(&len.into(), &gpu)?.contiguous()?;
-        to_x.give(Grad::of_storage(rotated(&dy, -1.0)?, len))
+        to_x.deliver(Grad::of_storage(rotated(&dy, -1.0)?, len))
     })?;
     Ok(Some(y))
 }

@@ -17,7 +17,7 @@ enum OneCyclePhase {
 /// Returns the rate of a parameter group at counter `it`.
 pub(super) fn lr(config: &OneCycleConfig, group: usize, it: f64) -> f64 {
     let decay_lr_rate = config.decay_lr_rate;
-    let (min, max) = (config.cycle_min_lr.of(group), config.cycle_max_lr.of(group));
+    let (min, max) = (config.cycle_min_lr.for_group(group), config.cycle_max_lr.for_group(group));
     match phase(config, it) {
         OneCyclePhase::Cycle(height) => min + (max - min) * height,
         OneCyclePhase::Decay(k) => min / (1.0 + decay_lr_rate * k),

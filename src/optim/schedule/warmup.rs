@@ -9,7 +9,8 @@ pub(super) fn lr(config: &SchedulerConfig, base_lr: f64, group: usize, it: f64) 
     Some(match config {
         SchedulerConfig::WarmupLr { warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type } => {
             let gamma = WarmupRamp::new(*warmup_num_steps, *warmup_type).at(it).unwrap_or(1.0);
-            let (min, max) = (warmup_min_lr.of(group), warmup_max_lr.as_ref().map_or(base_lr, |max| max.of(group)));
+            let (min, max) =
+                (warmup_min_lr.for_group(group), warmup_max_lr.as_ref().map_or(base_lr, |max| max.for_group(group)));
             min + (max - min) * gamma
         }
         SchedulerConfig::WarmupDecayLr {
@@ -27,7 +28,7 @@ pub(super) fn lr(config: &SchedulerConfig, base_lr: f64, group: usize, it: f64) 
                 1.0 => remaining(),
                 power => remaining().powf(power),
             });
-            let (min, max) = (warmup_min_lr.of(group), warmup_max_lr.of(group));
+            let (min, max) = (warmup_min_lr.for_group(group), warmup_max_lr.for_group(group));
             min + (max - min) * gamma
         }
         // Before the counter advances, the rate is 0, whatever the initial ratio.

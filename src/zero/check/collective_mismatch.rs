@@ -17,7 +17,7 @@ impl RankCore {
             return error;
         }
         let (here, there) = (parts.0.unwrap_or_else(|| here.clone()), parts.1.unwrap_or_else(|| there.clone()));
-        EngineError::PartsDiverged { rank: *rank, here, peer: *peer, there }.into()
+        EngineError::UnitsDiverged { rank: *rank, here, peer: *peer, there }.into()
     }
 
     /// Describes a collective and the unit or the parameter that it carries. Returns `None` if neither is found.

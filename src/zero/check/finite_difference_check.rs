@@ -46,7 +46,7 @@ impl RankCore {
     }
 
     /// Reports that a layer keeps its choices, and returns whether the check's current forward pass moves parameters.
-    pub(crate) fn hold_choices(&self) -> bool {
+    pub(crate) fn report_held_choices(&self) -> bool {
         self.check.holds_choices.store(true, Ordering::Relaxed);
         lock(&self.check.state).sign != 0.0
     }
@@ -58,13 +58,13 @@ impl RankCore {
     /// Errors of `run`; a failed collective.
     pub fn forward_again(
         self: &Arc<Self>,
-        &Perturbation { sign, size, only }: &Perturbation<'_>,
+        &Perturbation { sign, size, params }: &Perturbation<'_>,
         run: impl FnOnce() -> candle_core::Result<Tensor>,
     ) -> Result<Tensor> {
         {
             let mut state = lock(&self.check.state);
-            (state.relative, state.sign) = (size, sign);
-            state.only = only.map(<[_]>::to_vec);
+            (state.relative_step, state.sign) = (size, sign);
+            state.params = params.map(<[_]>::to_vec);
             state.directions.resize(self.params.len(), None);
         }
         let buffers = self.buffers.all()?;
@@ -87,7 +87,7 @@ impl RankCore {
     /// Begins to measure the next backward pass.
     pub fn begin_measuring(&self) {
         let mut state = lock(&self.check.state);
-        state.along = vec![DirectionalGradient::default(); self.params.len()];
+        state.gradients = vec![DirectionalGradient::default(); self.params.len()];
         state.directions.resize(self.params.len(), None);
         self.check.measures.store(true, Ordering::Relaxed);
     }
@@ -96,8 +96,8 @@ impl RankCore {
     pub fn end_measuring(&self) -> MeasuredGradients {
         self.check.measures.store(false, Ordering::Relaxed);
         self.check.armed.store(false, Ordering::Relaxed);
-        let GradientCheckState { outputs, along, unprobed, .. } = std::mem::take(&mut *lock(&self.check.state));
-        MeasuredGradients { outputs, along, unprobed }
+        let GradientCheckState { outputs, gradients, unprobed, .. } = std::mem::take(&mut *lock(&self.check.state));
+        MeasuredGradients { outputs, gradients, unprobed }
     }
 }
 
@@ -115,8 +115,8 @@ impl RankCore {
             return Ok(());
         }
         for (id, param) in self.params.iter().enumerate() {
-            let is_selected = state.only.as_ref().is_none_or(|only| only.contains(&id));
-            let is_moved = || state.kept.iter().any(|(moved, ..)| *moved == id);
+            let is_selected = state.params.as_ref().is_none_or(|params| params.contains(&id));
+            let is_moved = || state.originals.iter().any(|(moved, ..)| *moved == id);
             if (param.unit != unit && !all)
                 || !param.is_trained()
                 || param.numel == 0
@@ -126,19 +126,19 @@ impl RankCore {
             {
                 continue;
             }
-            let (relative, seed, sign) = (state.relative, state.seed, state.sign);
-            let unmoved = node_of(&param.tensor).map_or(0..0, |node| node.still);
+            let (relative_step, seed, sign) = (state.relative_step, state.seed, state.sign);
+            let unmoved = node_of(&param.tensor).map_or(0..0, |node| node.unchecked);
             let (direction, original) = residency::with_values(&param.tensor, |values| {
                 let original = values.clone();
                 let direction =
-                    PerturbationDirection::new((&param.name, seed), &param.shape, values.as_ref(), relative);
+                    PerturbationDirection::new((&param.name, seed), &param.shape, values.as_ref(), relative_step);
                 let direction = direction.without(unmoved);
                 direction.shift(values.as_mut(), sign);
                 (direction, original)
             })?;
             let held = self.ledger.hold_in(MemoryTier::Host, MemoryKind::GradientCheck, original.capacity_in_bytes());
             state.directions[id] = Some(direction);
-            state.kept.push((id, original, held));
+            state.originals.push((id, original, held));
         }
         Ok(())
     }
@@ -163,8 +163,9 @@ impl RankCore {
 
     fn put_back(&self, which: impl Fn(ParamId) -> bool) -> Result<()> {
         let mut state = lock(&self.check.state);
-        let (restored, remaining) = std::mem::take(&mut state.kept).into_iter().partition(|(param, ..)| which(*param));
-        state.kept = remaining;
+        let originals = std::mem::take(&mut state.originals);
+        let (restored, remaining) = originals.into_iter().partition(|(param, ..)| which(*param));
+        state.originals = remaining;
         let restored: Vec<(ParamId, Flat, MemoryLedgerEntry)> = restored;
         for (param, values, _held) in restored {
             let param = &self.params[param];
@@ -184,7 +185,7 @@ impl RankCore {
             true => residency::with_view(&parameter.tensor, |values| direction.along(grad, Some(values))),
             false => Ok(direction.along(grad, None)),
         })??;
-        let sum = &mut state.along[param];
+        let sum = &mut state.gradients[param];
         sum.product += measured.product;
         sum.squares += measured.squares;
         Ok(())

@@ -22,8 +22,8 @@ pub(super) struct ForwardOutputsState {
     /// Whether there has ever been such an output.
     pub(super) any_unmarked: bool,
     /// The number of outputs, and of parameters, that the current backward pass has reached.
-    pub(super) met: usize,
-    pub(super) reached: usize,
+    pub(super) reached_outputs: usize,
+    pub(super) reached_params: usize,
 }
 
 /// A record of one output of a forward pass.

@@ -33,12 +33,12 @@ pub(crate) struct Perturbation<'a> {
     /// The distance, relative to the size of each parameter.
     pub size: f64,
     /// The parameters to move, or all trained ones if there is no list.
-    pub only: Option<&'a [ParamId]>,
+    pub params: Option<&'a [ParamId]>,
 }
 
 impl Perturbation<'_> {
     /// No perturbation: all parameters stay unchanged.
-    pub const NONE: Self = Self { sign: 0.0, size: 0.0, only: None };
+    pub const NONE: Self = Self { sign: 0.0, size: 0.0, params: None };
 
     /// Returns the same perturbation in the opposite direction.
     pub fn down(self) -> Self {
@@ -64,18 +64,18 @@ pub(crate) struct RankCheckState {
 #[derive(Default)]
 pub(super) struct GradientCheckState {
     /// The distance by which parameters are moved, relative to the size of each.
-    pub(super) relative: f64,
+    pub(super) relative_step: f64,
     pub(super) seed: u64,
     /// The direction: 1 is up, -1 is down, 0 is unchanged.
     pub(super) sign: f32,
     /// The parameters that are moved, or all trained ones if there is no list.
-    pub(super) only: Option<Vec<ParamId>>,
+    pub(super) params: Option<Vec<ParamId>>,
     /// The direction of each parameter that has been moved.
     pub(super) directions: Vec<Option<PerturbationDirection>>,
     /// The parameters that are currently moved, with their original values.
-    pub(super) kept: Vec<(ParamId, Flat, MemoryLedgerEntry)>,
+    pub(super) originals: Vec<(ParamId, Flat, MemoryLedgerEntry)>,
     /// The measured gradients of parameters, by parameter.
-    pub(super) along: Vec<DirectionalGradient>,
+    pub(super) gradients: Vec<DirectionalGradient>,
     /// The measured changes of outputs, by group of parameters.
     pub(super) outputs: Vec<DirectionalChange>,
     /// Whether outputs without a probe had a gradient.
@@ -116,7 +116,7 @@ pub(crate) struct MeasuredGradients {
     /// The changes of outputs, by group of parameters.
     pub outputs: Vec<DirectionalChange>,
     /// The gradients along directions, by parameter.
-    pub along: Vec<DirectionalGradient>,
+    pub gradients: Vec<DirectionalGradient>,
     /// Whether a part of the loss comes from an output that was not probed.
     pub unprobed: bool,
 }

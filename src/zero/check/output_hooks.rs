@@ -8,7 +8,7 @@
 
 use super::forward_outputs::TrackedForwardOutput;
 use crate::error::{EngineError, Result};
-use crate::graph::precomputed_op::{copy_of, prepared};
+use crate::graph::precomputed_op::{apply_precomputed, copy_storage};
 use crate::graph::{Grad, node_of};
 use crate::util::lock;
 use crate::zero::hooks::on_big_stack;
@@ -48,7 +48,7 @@ impl RankCore {
         let reported = tracked.clone();
         let report = move |grad: &Grad| core.upgrade().map_or(Ok(()), |core| core.output_arrived(&reported, grad));
         // A parameter is not the result of an operation that could run hooks.
-        let node = node_of(&output).filter(|node| !node.slot.is_behind_a_gate());
+        let node = node_of(&output).filter(|node| !node.slot.has_gate());
         if let Some(node) = node {
             let slot = Arc::downgrade(&node.slot);
             node.slot.before_backward(Box::new(move || match slot.upgrade() {
@@ -64,7 +64,7 @@ impl RankCore {
             return Ok(output);
         }
         outputs.last = Some(tracked);
-        prepared("forward-output", &output, copy_of(&output)?, move |_, grad| {
+        apply_precomputed("forward-output", &output, copy_storage(&output)?, move |_, grad| {
             report(&Grad::Shared(grad.clone()))?;
             Ok(Some(grad.clone()))
         })
@@ -75,7 +75,7 @@ impl RankCore {
             return Ok(());
         }
         let mut outputs = lock(&self.outputs.0);
-        outputs.met += 1;
+        outputs.reached_outputs += 1;
         let is_old = output.updates != outputs.updates;
         drop(outputs);
         if is_old || output.is_differentiated.swap(true, Ordering::Relaxed) {
@@ -91,12 +91,12 @@ impl RankCore {
     /// Starts counting the outputs and parameters that a backward pass reaches.
     pub(in crate::zero) fn begin_counting(&self) {
         let mut outputs = lock(&self.outputs.0);
-        (outputs.met, outputs.reached) = (0, 0);
+        (outputs.reached_outputs, outputs.reached_params) = (0, 0);
     }
 
     /// Counts a parameter that the backward pass has reached.
     pub(in crate::zero) fn count_reached(&self) {
-        lock(&self.outputs.0).reached += 1;
+        lock(&self.outputs.0).reached_params += 1;
     }
 
     /// Checks that the finished backward pass of `loss` has reached a parameter (unless `ignore_unused_parameters` is
@@ -104,12 +104,12 @@ impl RankCore {
     ///
     /// # Errors
     /// [`EngineError::LossReachesNothing`]; [`EngineError::OldLoss`].
-    pub(in crate::zero) fn judge_reached(&self, loss: &Tensor) -> Result<()> {
+    pub(in crate::zero) fn check_reached(&self, loss: &Tensor) -> Result<()> {
         let outputs = lock(&self.outputs.0);
-        if outputs.reached == 0 && !self.zero.ignore_unused_parameters {
+        if outputs.reached_params == 0 && !self.zero.ignore_unused_parameters {
             return Err(EngineError::LossReachesNothing.into());
         }
-        if outputs.met > 0 || !outputs.any_unmarked {
+        if outputs.reached_outputs > 0 || !outputs.any_unmarked {
             return Ok(());
         }
         let unmarked: HashSet<TensorId> = outputs.unmarked.iter().copied().collect();

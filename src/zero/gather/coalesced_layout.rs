@@ -6,7 +6,7 @@
 
 use crate::comm::WireFormat;
 use crate::error::Result;
-use crate::layout::{ExpertPlace, PACKED_BELOW, ShardCut, ShardMesh, chunk_offsets};
+use crate::layout::{ExpertPlacement, PACKED_BELOW, ShardCut, ShardMesh, chunk_offsets};
 use crate::optim::WeightFormat;
 use crate::param::{Param, ParamId};
 use crate::precision::ElementBuffer;
@@ -43,7 +43,7 @@ impl CoalescedLayout {
     /// Groups parameters whose weights have the same format and are on the same ranks, so that each group can share a
     /// collective.
     pub fn group_by_format(params: Vec<ParamId>, all: &[Param]) -> impl Iterator<Item = Vec<ParamId>> + use<> {
-        let mut groups: BTreeMap<(WeightFormat, Option<ExpertPlace>), Vec<ParamId>> = BTreeMap::new();
+        let mut groups: BTreeMap<(WeightFormat, Option<ExpertPlacement>), Vec<ParamId>> = BTreeMap::new();
         params.into_iter().for_each(|p| groups.entry((all[p].weights, all[p].expert)).or_default().push(p));
         groups.into_values()
     }
@@ -103,7 +103,7 @@ impl CoalescedLayout {
                 let at = (self.chunk, *offset);
                 // The words are on the host.
                 let values = packed_weight_shards::assemble(packing, param, &chunks, at, rank.dtype(), self.mesh)?;
-                install(param, values.moved_to(rank.model_place())?)?;
+                install(param, values.move_to(rank.model_location())?)?;
             }
             return Ok(());
         }
@@ -116,7 +116,7 @@ impl CoalescedLayout {
         let mesh = self.mesh;
         for (p, offset) in self.params.iter().zip(&self.offsets) {
             let param = &rank.params()[*p];
-            let mut values = R::Buffer::with_capacity(rank.model_place(), self.dtype(rank.dtype()), param.numel)?;
+            let mut values = R::Buffer::with_capacity(rank.model_location(), self.dtype(rank.dtype()), param.numel)?;
             for shard in 0..mesh.shards() {
                 let start = shard * self.chunk + offset;
                 values.extend_from(&chunks, start..start + param.shard(mesh, shard).len())?;

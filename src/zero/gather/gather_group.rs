@@ -12,7 +12,7 @@ use crate::precision::ElementBuffer;
 use crate::tensor::residency;
 use crate::timeline;
 use crate::util::lock;
-use crate::zero::share::share_storage::{BufferPlaceOf, ShareStorage};
+use crate::zero::share::share_storage::{BufferLocationOf, ShareStorage};
 use crate::zero::share::state_storage::StateStorage;
 use crate::zero::step_executor::StepExecutor;
 use crate::zero::transfer::device_copy::CopyPayloadKind;
@@ -36,9 +36,9 @@ pub(super) enum GatherProgress<R: StepExecutor> {
     /// ranks issue it at the same point.
     Reading(<R::Files as StateFiles>::Reading),
     /// The shards are being copied from the host to the GPU. The all-gather also begins when the parameters are needed.
-    Moving(R::PendingCopy),
+    Copying(R::PendingCopy),
     /// The all-gather is pending.
-    Travelling(R::Pending),
+    Gathering(R::Pending),
 }
 
 /// This rank's secondary shards (`zero_hpz_partition_size`): its part of the second copy that its group of ranks
@@ -49,9 +49,9 @@ pub(super) type SecondaryShards<R> = Option<Vec<(<R as ShareStorage>::Buffer, Me
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum AfterGather {
     /// The parameters are used, and gathered in the same way the next time.
-    Used,
+    Use,
     /// This rank's group of ranks keeps a copy, from which the parameters are gathered the next time.
-    Kept,
+    KeepSecondCopy,
 }
 
 impl GatherGroup {
@@ -76,14 +76,15 @@ impl GatherGroup {
         second_copy: &[(R::Buffer, MemoryLedgerEntry)],
     ) -> Result<PendingGather<R>> {
         let launch = |(layout, (part, _)): (&CoalescedLayout, &(R::Buffer, MemoryLedgerEntry))| {
-            let _about = timeline::about(|| core.names(&layout.params));
-            let _span = timeline::span(timeline::EventCategory::Gather, "launch").of(|| core.names(&layout.params));
+            let _subject = timeline::set_subject(|| core.names(&layout.params));
+            let _span =
+                timeline::span(timeline::EventCategory::Gather, "launch").with_subject(|| core.names(&layout.params));
             let room = layout.chunk * layout.mesh.shards();
-            let mut buffer = R::Buffer::with_capacity(&part.place(), part.dtype(), room)?;
+            let mut buffer = R::Buffer::with_capacity(&part.location(), part.dtype(), room)?;
             buffer.extend_from(part, 0..part.len())?;
             let held = core.hold(MemoryKind::Gathered, &buffer);
             let op = CollectiveOp::GatherWithin(core.second_group());
-            Ok((GatherProgress::Travelling(core.launch(op, WireFormat::Exact, buffer, &layout.params)?), held))
+            Ok((GatherProgress::Gathering(core.launch(op, WireFormat::Exact, buffer, &layout.params)?), held))
         };
         self.layouts.iter().zip(second_copy).map(launch).collect()
     }
@@ -95,23 +96,24 @@ impl GatherGroup {
     pub fn launch<R: StepExecutor>(&self, core: &R) -> Result<PendingGather<R>> {
         let groups = core.groups();
         let launch = |layout: &CoalescedLayout| {
-            let _about = timeline::about(|| core.names(&layout.params));
-            let _span = timeline::span(timeline::EventCategory::Gather, "launch").of(|| core.names(&layout.params));
+            let _subject = timeline::set_subject(|| core.names(&layout.params));
+            let _span =
+                timeline::span(timeline::EventCategory::Gather, "launch").with_subject(|| core.names(&layout.params));
             // All shards of a layout are in the same memory, because they are of the same kind.
-            let place = layout.params.first().and_then(|p| match &groups[core.place(*p).0].weights {
-                Some(StateStorage::Memory(weights)) => Some(weights.buffer().place()),
+            let location = layout.params.first().and_then(|p| match &groups[core.slot_of(*p).0].weights {
+                Some(StateStorage::Memory(weights)) => Some(weights.buffer().location()),
                 _ => None,
             });
-            let place = place.unwrap_or_else(R::Buffer::host);
-            let is_copied = goes_to_gpu(core, layout, &place);
+            let location = location.unwrap_or_else(R::Buffer::host);
+            let is_copied = goes_to_gpu(core, layout, &location);
             // If the shards are gathered in this buffer, it has room for the chunks of all shards: those of the other
             // ranks arrive in it.
             let room = if is_copied { layout.chunk } else { layout.chunk * layout.mesh.shards() };
-            let mut chunk = R::Buffer::with_capacity(&place, layout.dtype(core.dtype()), room)?;
+            let mut chunk = R::Buffer::with_capacity(&location, layout.dtype(core.dtype()), room)?;
             let mut pieces = Vec::new();
             for (p, offset) in layout.params.iter().zip(&layout.offsets) {
                 chunk.extend_zeros(offset - chunk.len())?;
-                let (group, slot) = core.place(*p);
+                let (group, slot) = core.slot_of(*p);
                 let share = groups[group].slots[slot].padded();
                 match &groups[group].weights {
                     Some(StateStorage::Memory(weights)) => chunk.extend_from(weights.buffer(), share)?,
@@ -126,7 +128,7 @@ impl GatherGroup {
             let progress = match core.files() {
                 Some(files) if !pieces.is_empty() => GatherProgress::Reading(files.fill(chunk, pieces)),
                 _ if is_copied => return self.send(core, layout, chunk),
-                _ => GatherProgress::Travelling(self.gather(core, layout, chunk)?),
+                _ => GatherProgress::Gathering(self.gather(core, layout, chunk)?),
             };
             Ok((progress, held))
         };
@@ -141,8 +143,8 @@ impl GatherGroup {
         chunk: R::Buffer,
     ) -> Result<(GatherProgress<R>, MemoryLedgerEntry)> {
         let room = layout.chunk * layout.mesh.shards();
-        let copy = core.send(CopyPayloadKind::Shards, chunk, core.model_place(), room)?;
-        Ok((GatherProgress::Moving(copy), core.ledger().hold(MemoryKind::Gathered, 0)))
+        let copy = core.send(CopyPayloadKind::Shards, chunk, core.model_location(), room)?;
+        Ok((GatherProgress::Copying(copy), core.ledger().hold(MemoryKind::Gathered, 0)))
     }
 
     fn gather<R: StepExecutor>(&self, core: &R, layout: &CoalescedLayout, chunk: R::Buffer) -> Result<R::Pending> {
@@ -160,28 +162,28 @@ impl GatherGroup {
     ) -> Result<SecondaryShards<R>> {
         // All copies to the GPU and all all-gathers begin before the first is waited for.
         let read = |(layout, (progress, held)): (&CoalescedLayout, (GatherProgress<R>, MemoryLedgerEntry))| {
-            let _about = timeline::about(|| core.names(&layout.params));
+            let _subject = timeline::set_subject(|| core.names(&layout.params));
             match (progress, core.files()) {
                 (GatherProgress::Reading(reading), Some(files)) => {
-                    let chunk = files.filled(reading)?;
-                    if goes_to_gpu(core, layout, &chunk.place()) {
+                    let chunk = files.wait_filled(reading)?;
+                    if goes_to_gpu(core, layout, &chunk.location()) {
                         return self.send(core, layout, chunk);
                     }
-                    Ok((GatherProgress::Travelling(self.gather(core, layout, chunk)?), held))
+                    Ok((GatherProgress::Gathering(self.gather(core, layout, chunk)?), held))
                 }
                 (progress, _) => Ok((progress, held)),
             }
         };
         let read = self.layouts.iter().zip(gathering).map(read).collect::<Result<Vec<_>>>()?;
         let gather = |(layout, (progress, held)): (&CoalescedLayout, (GatherProgress<R>, MemoryLedgerEntry))| {
-            let _about = timeline::about(|| core.names(&layout.params));
+            let _subject = timeline::set_subject(|| core.names(&layout.params));
             match progress {
-                GatherProgress::Moving(copy) => {
-                    let chunk = core.arrived(copy)?;
+                GatherProgress::Copying(copy) => {
+                    let chunk = core.wait_for_copy(copy)?;
                     let held = core.hold(MemoryKind::Gathered, &chunk);
                     Ok((self.gather(core, layout, chunk)?, held))
                 }
-                GatherProgress::Travelling(pending) => Ok((pending, held)),
+                GatherProgress::Gathering(pending) => Ok((pending, held)),
                 GatherProgress::Reading(_) => unreachable!("states that are read are in files"),
             }
         };
@@ -190,12 +192,13 @@ impl GatherGroup {
         for (layout, (pending, held)) in self.layouts.iter().zip(gathering) {
             let chunks = core.wait(pending)?;
             drop(held);
-            if after == AfterGather::Kept {
+            if after == AfterGather::KeepSecondCopy {
                 second_copy.push(part_of_group(core, &chunks)?);
             }
-            let _span = timeline::span(timeline::EventCategory::Gather, "install").of(|| core.names(&layout.params));
+            let _span =
+                timeline::span(timeline::EventCategory::Gather, "install").with_subject(|| core.names(&layout.params));
             // Copying small parameters out of the buffer needs additional GPU memory for a short time.
-            let is_copied = layout.params.len() > 1 && R::Buffer::is_device(&chunks.place());
+            let is_copied = layout.params.len() > 1 && R::Buffer::is_device(&chunks.location());
             let _copied = is_copied.then(|| core.hold(MemoryKind::Buckets, &chunks));
             layout.unpack(core, chunks, |param, values| {
                 let held = core.ledger().hold_in(core.tier(), kind, values.capacity_in_bytes());
@@ -204,21 +207,21 @@ impl GatherGroup {
                 Ok(())
             })?;
         }
-        Ok((after == AfterGather::Kept).then_some(second_copy))
+        Ok((after == AfterGather::KeepSecondCopy).then_some(second_copy))
     }
 }
 
-/// Returns whether the shards of a layout, which are in `place`, are gathered on the GPU, to which they must be copied.
-/// Packed shards are unpacked on the host.
-fn goes_to_gpu<R: StepExecutor>(core: &R, layout: &CoalescedLayout, place: &BufferPlaceOf<R>) -> bool {
-    R::Buffer::is_device(core.model_place()) && !R::Buffer::is_device(place) && !layout.is_packed()
+/// Returns whether the shards of a layout, which are in `location`, are gathered on the GPU, to which they must be
+/// copied. Packed shards are unpacked on the host.
+fn goes_to_gpu<R: StepExecutor>(core: &R, layout: &CoalescedLayout, location: &BufferLocationOf<R>) -> bool {
+    R::Buffer::is_device(core.model_location()) && !R::Buffer::is_device(location) && !layout.is_packed()
 }
 
 /// Returns the part of a layout's chunks that this rank keeps: the ranks of its group divide the chunks equally.
 fn part_of_group<R: StepExecutor>(core: &R, chunks: &R::Buffer) -> Result<(R::Buffer, MemoryLedgerEntry)> {
     let ranks = core.second_group();
     let (len, index) = (chunks.len() / ranks, core.rank() % ranks);
-    let mut part = R::Buffer::with_capacity(&chunks.place(), chunks.dtype(), len)?;
+    let mut part = R::Buffer::with_capacity(&chunks.location(), chunks.dtype(), len)?;
     part.extend_from(chunks, index * len..(index + 1) * len)?;
     let held = core.hold(MemoryKind::SecondCopy, &part);
     Ok((part, held))
@@ -228,9 +231,9 @@ fn part_of_group<R: StepExecutor>(core: &R, chunks: &R::Buffer) -> Result<(R::Bu
 /// parts of the files.
 pub(super) fn forget<R: StepExecutor>(core: &R, gathering: PendingGather<R>) -> Result<()> {
     gathering.into_iter().try_for_each(|(progress, _)| match (progress, core.files()) {
-        (GatherProgress::Travelling(pending), _) => core.wait(pending).map(drop),
-        (GatherProgress::Moving(copy), _) => core.arrived(copy).map(drop),
-        (GatherProgress::Reading(reading), Some(files)) => files.filled(reading).map(drop),
+        (GatherProgress::Gathering(pending), _) => core.wait(pending).map(drop),
+        (GatherProgress::Copying(copy), _) => core.wait_for_copy(copy).map(drop),
+        (GatherProgress::Reading(reading), Some(files)) => files.wait_filled(reading).map(drop),
         (GatherProgress::Reading(_), None) => unreachable!("states that are read are in files"),
     })
 }

@@ -75,7 +75,7 @@ impl LeafUnits {
 
     /// Returns, for each unit, the unit whose layer runs it: for a routed unit, the unit around it; for any other unit,
     /// the unit itself. Units in leaves are run by the leaf.
-    pub fn run_by(&self) -> Vec<UnitId> {
+    pub fn running_units(&self) -> Vec<UnitId> {
         let outermost = self.outermost();
         let running_unit = |(unit, outer): (UnitId, &UnitId)| match self.routed[unit].is_some() {
             true => outermost[self.enclosing[unit]],
@@ -109,7 +109,7 @@ impl LeafUnits {
     }
 
     /// Returns the position of each unit.
-    pub fn places(&self) -> Vec<LeafPosition> {
+    pub fn positions(&self) -> Vec<LeafPosition> {
         let position = |(unit, leaf): (UnitId, UnitId)| match (self.is_marked[leaf], unit == leaf) {
             (false, _) => LeafPosition::Outside,
             (true, true) => LeafPosition::Leaf,
@@ -119,8 +119,8 @@ impl LeafUnits {
     }
 
     /// Returns, for each parameter, whether its gradient may be missing on some ranks in a backward pass.
-    pub fn optional(&self, params: &[Param], zero: &ZeroConfig) -> Vec<bool> {
-        let positions = self.places();
+    pub fn has_optional_gradient(&self, params: &[Param], zero: &ZeroConfig) -> Vec<bool> {
+        let positions = self.positions();
         let is_optional =
             |param: &Param| zero.ignore_unused_parameters || positions[param.unit] != LeafPosition::Outside;
         params.iter().map(is_optional).collect()
@@ -145,20 +145,20 @@ mod tests {
         assert_eq!(leaves.outermost(), [0, 1, 2, 3, 4, 5]);
         leaves.mark(2);
         assert_eq!(leaves.outermost(), [0, 1, 2, 2, 4, 5]);
-        assert_eq!(leaves.places(), [Outside, Outside, Leaf, Inside, Outside, Outside]);
+        assert_eq!(leaves.positions(), [Outside, Outside, Leaf, Inside, Outside, Outside]);
         leaves.mark(1);
         assert_eq!(leaves.outermost(), [0, 1, 1, 1, 1, 5]);
-        assert_eq!(leaves.places(), [Outside, Leaf, Inside, Inside, Inside, Outside]);
+        assert_eq!(leaves.positions(), [Outside, Leaf, Inside, Inside, Inside, Outside]);
     }
 
     #[test]
     fn routed_units_are_run_by_the_unit_around_them_or_by_its_leaf() {
         let (mut leaves, _) = nested();
         [2, 4].into_iter().for_each(|unit| leaves.mark_routed(unit, 2));
-        assert_eq!(leaves.run_by(), [0, 1, 1, 3, 1, 5]);
+        assert_eq!(leaves.running_units(), [0, 1, 1, 3, 1, 5]);
         assert_eq!([1, 2, 4].map(|unit| leaves.is_routed(unit)), [false, true, true]);
         leaves.mark(1);
-        assert_eq!(leaves.run_by(), [0, 1, 1, 1, 1, 5]);
+        assert_eq!(leaves.running_units(), [0, 1, 1, 1, 1, 5]);
     }
 
     #[test]
@@ -167,6 +167,6 @@ mod tests {
         let strings = |names: &[&str]| names.iter().map(|name| (*name).to_string()).collect();
         let named = LeafModule { names: strings(&["b", "x"]), name_suffixes: strings(&[".z", "q"]) };
         assert_eq!(leaves.mark_named(&units, &named), ["x", "q"]);
-        assert_eq!(leaves.places(), [Outside, Outside, Outside, Outside, Leaf, Leaf]);
+        assert_eq!(leaves.positions(), [Outside, Outside, Outside, Outside, Leaf, Leaf]);
     }
 }

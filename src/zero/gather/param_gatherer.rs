@@ -57,7 +57,7 @@ pub(crate) struct ParamGatherer<R: StepExecutor> {
     /// The number of elements of pending gathers.
     in_flight: usize,
     /// The maximum number of elements in pending gathers: units are gathered ahead of use only up to this number.
-    ahead: usize,
+    max_in_flight: usize,
     /// Whether packed shards are unpacked in place. Packed units are then not gathered ahead, because they are local.
     unpacks_in_place: bool,
     /// Whether units of this micro step will run again in the backward pass.
@@ -67,7 +67,7 @@ pub(crate) struct ParamGatherer<R: StepExecutor> {
     /// The last unit that each of these backward passes has entered, beginning with the engine's backward pass.
     entered: Vec<UnitId>,
     /// The number of nested backward passes that run inside one that is not the engine's.
-    passing: usize,
+    other_backward_depth: usize,
 }
 
 struct UnitState<R: StepExecutor> {
@@ -83,7 +83,7 @@ struct UnitState<R: StepExecutor> {
     /// Whether that backward pass has moved on to another unit.
     is_behind: bool,
     /// Whether the unit is gathered only for a backward pass other than the engine's.
-    passed: bool,
+    is_for_other_backward: bool,
     /// Whether the unit has parameters that are packed at rest.
     is_packed: bool,
 }
@@ -139,7 +139,7 @@ impl<R: StepExecutor> ParamGatherer<R> {
             outermost: usize::MAX,
             depth: 0,
             is_behind: false,
-            passed: false,
+            is_for_other_backward: false,
             is_packed: false,
         };
         let differ = |place: &LeafPosition| zero.ignore_unused_parameters || *place == LeafPosition::Leaf;
@@ -151,7 +151,7 @@ impl<R: StepExecutor> ParamGatherer<R> {
                     UnitState { is_packed, ..unit(p) }
                 })
                 .collect(),
-            ranks_differ: leaves.places().iter().map(differ).collect(),
+            ranks_differ: leaves.positions().iter().map(differ).collect(),
             outermost,
             spent: Vec::new(),
             persistent: group(persistent),
@@ -160,12 +160,15 @@ impl<R: StepExecutor> ParamGatherer<R> {
             traces: Default::default(),
             live: 0,
             in_flight: 0,
-            ahead: zero.param_files().map_or(usize::MAX, |files| files.ahead()).min(zero.prefetch_bucket_size),
+            max_in_flight: zero
+                .param_files()
+                .map_or(usize::MAX, |files| files.read_ahead_elements())
+                .min(zero.prefetch_bucket_size),
             unpacks_in_place: plan.unpacks_in_place(),
             recomputes: false,
             depth: 0,
             entered: vec![ROOT],
-            passing: 0,
+            other_backward_depth: 0,
         }
     }
 
@@ -178,7 +181,7 @@ impl<R: StepExecutor> ParamGatherer<R> {
         self.persistent_is_released = false;
         let gathering = self.persistent.launch(core)?;
         self.persistent.release(core.params())?;
-        self.persistent.install(core, gathering, MemoryKind::Persistent, AfterGather::Used).map(drop)
+        self.persistent.install(core, gathering, MemoryKind::Persistent, AfterGather::Use).map(drop)
     }
 
     /// Prepares a unit that is about to run: gathers it if necessary, and begins to gather the next units. A unit
@@ -188,8 +191,8 @@ impl<R: StepExecutor> ParamGatherer<R> {
         if self.outermost[unit] != unit {
             return Ok(());
         }
-        if self.passing > 0 {
-            return self.pass(core, unit);
+        if self.other_backward_depth > 0 {
+            return self.enter_other_backward(core, unit);
         }
         self.trace(core).advance(event);
         if let UnitEvent::Backward(unit) = event {
@@ -209,9 +212,9 @@ impl<R: StepExecutor> ParamGatherer<R> {
         self.ensure_gathered(
             core,
             unit,
-            if in_training && core.second_group() > 1 { AfterGather::Kept } else { AfterGather::Used },
+            if in_training && core.second_group() > 1 { AfterGather::KeepSecondCopy } else { AfterGather::Use },
         )?;
-        self.units[unit].passed = false;
+        self.units[unit].is_for_other_backward = false;
         if matches!(event, UnitEvent::Backward(_)) && self.ranks_differ[unit] {
             // From here on, this rank releases the parameters that it has used.
             self.units[unit].state = GatherState::Partly;
@@ -222,24 +225,24 @@ impl<R: StepExecutor> ParamGatherer<R> {
 
     /// Prepares a unit that is about to run in a backward pass other than the engine's: gathers it if necessary.
     /// Nothing is gathered ahead, and the record of the engine's own order does not change.
-    pub fn pass(&mut self, core: &R, unit: UnitId) -> Result<()> {
+    pub fn enter_other_backward(&mut self, core: &R, unit: UnitId) -> Result<()> {
         if self.outermost[unit] != unit {
             return Ok(());
         }
         let previous = std::mem::replace(&mut self.entered[self.depth], unit);
-        if previous != unit && self.units[previous].passed {
+        if previous != unit && self.units[previous].is_for_other_backward {
             self.leave_behind(core, previous)?;
         }
-        let UnitState { state, depth, is_behind, passed, .. } = &mut self.units[unit];
-        *passed |= matches!(state, GatherState::Released);
+        let UnitState { state, depth, is_behind, is_for_other_backward, .. } = &mut self.units[unit];
+        *is_for_other_backward |= matches!(state, GatherState::Released);
         *depth = self.depth;
         *is_behind = false;
-        let passed = *passed;
+        let is_for_other_backward = *is_for_other_backward;
         // Gathering the unit again first releases those of its parameters that are still in memory.
-        self.ensure_gathered(core, unit, AfterGather::Used)?;
+        self.ensure_gathered(core, unit, AfterGather::Use)?;
         let differs = self.ranks_differ[unit];
         let state = &mut self.units[unit];
-        state.passed = passed;
+        state.is_for_other_backward = is_for_other_backward;
         if differs {
             state.state = GatherState::Partly;
         }
@@ -248,8 +251,8 @@ impl<R: StepExecutor> ParamGatherer<R> {
 
     /// Releases a parameter that a backward pass other than the engine's no longer needs, if the parameter was gathered
     /// for that pass.
-    pub fn release_passed_param(&mut self, core: &R, param: ParamId) -> Result<()> {
-        if self.units[self.outermost[core.params()[param].unit]].passed {
+    pub fn release_param_after_other_backward(&mut self, core: &R, param: ParamId) -> Result<()> {
+        if self.units[self.outermost[core.params()[param].unit]].is_for_other_backward {
             self.release_param(core, param)
         } else {
             Ok(())
@@ -257,9 +260,9 @@ impl<R: StepExecutor> ParamGatherer<R> {
     }
 
     /// Releases the parameters left in memory by backward passes other than the engine's.
-    pub fn release_passed(&mut self, core: &R) -> Result<()> {
+    pub fn release_after_other_backward(&mut self, core: &R) -> Result<()> {
         for unit in 0..self.units.len() {
-            if self.units[unit].passed {
+            if self.units[unit].is_for_other_backward {
                 self.release_unit(core, unit)?;
             }
         }
@@ -276,22 +279,23 @@ impl<R: StepExecutor> ParamGatherer<R> {
         self.recomputes = true;
     }
 
-    /// Begins a backward pass inside a backward pass. `passes` means that the outer backward pass is not the engine's.
-    pub fn nest(&mut self, passes: bool) {
+    /// Begins a backward pass inside a backward pass. `inside_other_backward` means that the outer backward pass is not
+    /// the engine's.
+    pub fn nest(&mut self, inside_other_backward: bool) {
         self.depth += 1;
-        self.passing += usize::from(passes);
+        self.other_backward_depth += usize::from(inside_other_backward);
         self.entered.push(ROOT);
     }
 
     /// Ends the inner backward pass, that of `unit`, and also releases the parameters that this rank has not used.
-    pub fn unnest(&mut self, core: &R, unit: UnitId, passes: bool) -> Result<()> {
+    pub fn unnest(&mut self, core: &R, unit: UnitId, inside_other_backward: bool) -> Result<()> {
         let last = self.entered.pop().unwrap_or(ROOT);
         let result = self.leave_behind(core, last);
         let (unit, depth) = (self.outermost[unit], self.depth);
         self.depth -= 1;
-        self.passing -= usize::from(passes);
+        self.other_backward_depth -= usize::from(inside_other_backward);
         // An outer backward pass may have entered the unit too.
-        if !passes && self.ranks_differ[unit] && self.units[unit].outermost == depth {
+        if !inside_other_backward && self.ranks_differ[unit] && self.units[unit].outermost == depth {
             self.release_unit(core, unit)?;
         }
         result
@@ -326,8 +330,8 @@ impl<R: StepExecutor> ParamGatherer<R> {
         if self.outermost[unit] != unit {
             return Ok(());
         }
-        if self.passing > 0 {
-            return if self.units[unit].passed { self.release_unit(core, unit) } else { Ok(()) };
+        if self.other_backward_depth > 0 {
+            return if self.units[unit].is_for_other_backward { self.release_unit(core, unit) } else { Ok(()) };
         }
         let stays = !self.units[unit].is_packed && self.is_needed_soon(core, unit);
         if stays { Ok(()) } else { self.release_unit(core, unit) }
@@ -402,7 +406,7 @@ impl<R: StepExecutor> ParamGatherer<R> {
             self.in_flight -= group.numel;
             self.live += group.numel;
             *live = group.numel;
-            let after = if second_copy.is_some() { AfterGather::Used } else { after };
+            let after = if second_copy.is_some() { AfterGather::Use } else { after };
             let new_copy = group.install(core, gathering, MemoryKind::Gathered, after)?;
             *second_copy = second_copy.take().or(new_copy);
         }
@@ -427,7 +431,7 @@ impl<R: StepExecutor> ParamGatherer<R> {
         if !core.zero().overlap_comm {
             return Ok(());
         }
-        let (bucket, max_live) = (self.ahead, core.zero().max_live_parameters);
+        let (bucket, max_live) = (self.max_in_flight, core.zero().max_live_parameters);
         let coming: Vec<UnitId> = self.trace(core).coming().iter().map(|e| e.unit()).collect();
         for unit in coming {
             let state = &self.units[unit];
@@ -463,7 +467,7 @@ impl<R: StepExecutor> ParamGatherer<R> {
         if !absent.is_empty() {
             let group = GatherGroup::new(absent.clone(), core.params(), core.mesh(), self.persistent.wire);
             let gathering = group.launch(core)?;
-            group.install(core, gathering, MemoryKind::Gathered, AfterGather::Used)?;
+            group.install(core, gathering, MemoryKind::Gathered, AfterGather::Use)?;
         }
         Ok(absent)
     }
@@ -477,7 +481,7 @@ impl<R: StepExecutor> ParamGatherer<R> {
     /// forgets the recorded order.
     pub fn release_everything(&mut self, core: &R) -> Result<()> {
         self.end(core)?;
-        self.release_passed(core)?;
+        self.release_after_other_backward(core)?;
         self.units.iter_mut().for_each(|unit| unit.second_copy = None);
         self.persistent.release(core.params())?;
         self.persistent_is_released = !self.persistent.params.is_empty();
@@ -502,8 +506,8 @@ impl<R: StepExecutor> ParamGatherer<R> {
     }
 
     fn release_unit(&mut self, core: &R, unit: UnitId) -> Result<()> {
-        let UnitState { group, state, live, passed, .. } = &mut self.units[unit];
-        *passed = false;
+        let UnitState { group, state, live, is_for_other_backward, .. } = &mut self.units[unit];
+        *is_for_other_backward = false;
         if matches!(state, GatherState::Gathered | GatherState::Partly) {
             group.release(core.params())?;
             self.live -= std::mem::take(live);

@@ -41,7 +41,7 @@ impl OutputDigest {
     }
 
     /// Returns whether `output` has the same digest.
-    pub fn is_again(&self, output: &Tensor) -> Result<bool> {
+    pub fn matches(&self, output: &Tensor) -> Result<bool> {
         if *output.shape() != self.shape {
             return Ok(false);
         }

@@ -111,7 +111,7 @@ impl RoutedUnits {
     /// Determines which units are used, given the `choices` of this rank's input. This is a collective operation if
     /// parameters are sharded among ranks.
     pub(crate) fn agree(&self, choices: impl Iterator<Item = usize>) -> candle_core::Result<RoutedPass> {
-        let ungathered = || Ok(RoutedPass::whole(self.count));
+        let ungathered = || Ok(RoutedPass::all_resident(self.count));
         let Some(core) = self.link.core().filter(|core| core.shards_params()) else { return ungathered() };
         if !core.gathers_any(&self.units) {
             return ungathered();
@@ -170,7 +170,7 @@ struct RoutedGroup {
 
 impl RoutedPass {
     /// Returns a pass of `count` units whose parameters are all in memory.
-    pub fn whole(count: usize) -> Self {
+    pub fn all_resident(count: usize) -> Self {
         Self { count, gathered: None }
     }
 
@@ -191,7 +191,7 @@ impl RoutedPass {
     /// Runs operations that need all chosen units together: `run` receives `x` and returns the result. In the backward
     /// pass, the units are gathered before the last of these operations is differentiated, and released after `x` has
     /// its gradient.
-    pub fn around(
+    pub fn run_together(
         &self,
         x: &Tensor,
         run: impl FnOnce(&Tensor) -> candle_core::Result<Tensor>,
@@ -203,10 +203,15 @@ impl RoutedPass {
         let x = match x.track_op() && is_recorded {
             true => {
                 let units = units.clone();
-                precomputed_op::prepared("routed-input", x, precomputed_op::copy_of(x)?, move |_, grad| {
-                    connected(&after)?.leave_routed(&units)?;
-                    Ok(Some(grad.clone()))
-                })?
+                precomputed_op::apply_precomputed(
+                    "routed-input",
+                    x,
+                    precomputed_op::copy_storage(x)?,
+                    move |_, grad| {
+                        connected(&after)?.leave_routed(&units)?;
+                        Ok(Some(grad.clone()))
+                    },
+                )?
             }
             false => x.clone(),
         };

@@ -18,10 +18,10 @@ use super::recompute_check::OutputDigest;
 use super::recompute_input::RecomputeInput;
 use super::unit_trace::UnitEvent;
 use crate::error::EngineError;
-use crate::graph::precomputed_op::{copy_of, prepared, seeded};
+use crate::graph::precomputed_op::{apply_precomputed, copy_storage, seed_backward};
 use crate::graph::{
-    Grad, OpInputs, ResultStorage, autocast, autocast_format, draw_from, node_of, once, part_input, stream_position,
-    without_gradients,
+    Grad, OpInputs, ResultStorage, autocast, autocast_format, draw_from, node_of, stream_position, subgraph_input,
+    with_single_backward, without_gradients,
 };
 use crate::param::UnitId;
 use crate::precision::Flat;
@@ -280,16 +280,16 @@ impl<M> Unit<M> {
         let _profile = spans::enter(MicroStepHalf::Backward, unit);
         let forward = || {
             let input = Var::from_tensor(&core.kept_input(&first.input)?)?;
-            let x = if first.adds_up { part_input(&input)? } else { input.as_tensor().clone() };
-            let y = core.with_buffers_of_then(&first.buffers, || run(&self.inner, &x))?;
-            if !first.output.is_again(&y)? {
+            let x = if first.adds_up { subgraph_input(&input)? } else { input.as_tensor().clone() };
+            let y = core.with_saved_buffers(&first.buffers, || run(&self.inner, &x))?;
+            if !first.output.matches(&y)? {
                 return Err(core.stash(EngineError::RecomputationDiffers { unit: core.unit_name(unit) }.into()));
             }
             Ok((input, y))
         };
         core.nested_backward(unit, forward, |(input, y)| {
-            let seed = seeded(&y, grad.clone())?;
-            Ok(once(|| seed.backward())?.remove(input.as_tensor()))
+            let seed = seed_backward(&y, grad.clone())?;
+            Ok(with_single_backward(|| seed.backward())?.remove(input.as_tensor()))
         })
     }
 }
@@ -308,8 +308,8 @@ impl<M: Send + Sync + 'static> Unit<M> {
         // layout.
         let input = x.detach().contiguous()?;
         let forward = || without_gradients(|| self.run(hook, |inner| run(inner, &input)));
-        let (y, buffers) = hook.core.keeping_buffers(hook.unit, forward)?;
-        let (output, (storage, shape)) = (OutputDigest::of(&y)?, copy_of(&y)?);
+        let (y, buffers) = hook.core.saving_buffers(hook.unit, forward)?;
+        let (output, (storage, shape)) = (OutputDigest::of(&y)?, copy_storage(&y)?);
         drop(y);
         let first =
             SavedForRecompute { input: hook.core.keep_input(&input)?, adds_up: node_of(x).is_some(), output, buffers };
@@ -318,8 +318,8 @@ impl<M: Send + Sync + 'static> Unit<M> {
         OpInputs::of([Some(x)])?.result("recompute-unit", ResultStorage(storage), shape.clone(), move |grad, [to_x]| {
             let grad = grad.into_tensor(&shape, &device)?;
             match autocast(format, || draw_from(draws, || unit.run_again(&run, &first, &grad)))? {
-                Some(grad) => to_x.give(Grad::Shared(grad)),
-                None => unused.iter().try_for_each(|unused| to_x.give(unused.gradient())),
+                Some(grad) => to_x.deliver(Grad::Shared(grad)),
+                None => unused.iter().try_for_each(|unused| to_x.deliver(unused.gradient())),
             }
         })
     }
@@ -382,9 +382,9 @@ impl UnitContext {
         let begin = self.begin_backward();
         if !x.track_op() && !y.track_op() {
             let anchor = empty_leaf(y.device(), &Shape::from(1))?;
-            return prepared("leaf-output", &anchor, copy_of(y)?, move |_, _| begin().map(|()| None));
+            return apply_precomputed("leaf-output", &anchor, copy_storage(y)?, move |_, _| begin().map(|()| None));
         }
-        let ((storage, shape), unused) = (copy_of(y)?, ZeroGradient::like(x));
+        let ((storage, shape), unused) = (copy_storage(y)?, ZeroGradient::like(x));
         // Of two inputs, the second is differentiated first: in this case `y`, with everything that only the output
         // depends on.
         let y = OpInputs::of([Some(x), Some(y)])?.result(
@@ -393,9 +393,9 @@ impl UnitContext {
             shape,
             move |grad, [to_x, to_y]| {
                 if to_x.is_wanted() {
-                    to_x.give(unused.gradient())?;
+                    to_x.deliver(unused.gradient())?;
                 }
-                to_y.give(grad)
+                to_y.deliver(grad)
             },
         )?;
         if let Some(node) = node_of(&y) {

@@ -20,7 +20,7 @@ pub(in crate::zero) fn update(
     group: &mut SubGroup<RankCore>,
     hyperparameters: &Hyperparameters<'_>,
 ) -> Result<bool> {
-    let BufferDevice::Device(device) = core.share_place() else { return Ok(false) };
+    let BufferDevice::Device(device) = core.share_location() else { return Ok(false) };
     let _span = timeline::span(timeline::EventCategory::Optimizer, "sub-group").with("elements", group.len as u64);
     let SubGroup { slots, weights, master, grads, moments, .. } = group;
     let mut steps = MultiTensorStep::new(device);
@@ -28,7 +28,7 @@ pub(in crate::zero) fn update(
         let GroupStepSettings { optimizer, ctx } = hyperparameters(slot.param);
         let rule = optimizer.elementwise(&ctx).expect("a share is on a GPU only if kernels can update it");
         let GradientShare::Memory(grads) = grads else { unreachable!("after a vote, no gradient is absent") };
-        let grad = grads.buffer().on_device().part(0..slot.owned.len())?;
+        let grad = grads.buffer().on_device().slice(0..slot.owned.len())?;
         let moments = moments.iter_mut().map(|moment| moment.storage.on_device(slot.range()));
         let moments = moments.collect::<candle_core::Result<Vec<_>>>()?;
         let weights = weights.as_mut().map(|storage| storage.on_device(slot.range())).transpose()?;
@@ -46,7 +46,7 @@ pub(in crate::zero) fn update(
         };
         match weights {
             Some(weights) => add(weights)?,
-            None => change(&core.params[slot.param].tensor, |mut values| add(values.part(slot.owned.clone())?))?,
+            None => change(&core.params[slot.param].tensor, |mut values| add(values.slice_mut(slot.owned.clone())?))?,
         }
     }
     steps.run()?;
@@ -67,7 +67,7 @@ impl StateStorage<RankCore> {
     /// Returns elements `range` of the sub-group, which must be on a GPU.
     fn on_device(&mut self, range: Range<usize>) -> candle_core::Result<DeviceFlatMut<'_>> {
         match self {
-            Self::Memory(buffer) => buffer.buffer_mut().on_device_mut().part_mut(range),
+            Self::Memory(buffer) => buffer.buffer_mut().on_device_mut().slice_mut(range),
             Self::File(_) => unreachable!("states on a GPU are not offloaded"),
         }
     }

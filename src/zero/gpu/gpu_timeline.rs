@@ -21,9 +21,9 @@ impl GpuTimelineSpan {
     /// # Errors
     /// A driver error.
     pub fn begin(core: &RankCore) -> Result<Option<Self>> {
-        let Some(device) = core.model_place.gpu().filter(|_| timeline::is_recording()) else { return Ok(None) };
+        let Some(device) = core.model_location.gpu().filter(|_| timeline::is_recording()) else { return Ok(None) };
         let stream = device.cuda_stream();
-        let events = [TimedEvent::behind(&stream)?, TimedEvent::behind(&stream)?];
+        let events = [TimedEvent::record_on(&stream)?, TimedEvent::record_on(&stream)?];
         Ok(Some(Self { stream, events }))
     }
 
@@ -32,7 +32,7 @@ impl GpuTimelineSpan {
     /// # Errors
     /// A driver error.
     pub fn end(mut self) -> Result<Self> {
-        self.events[1] = TimedEvent::behind(&self.stream)?;
+        self.events[1] = TimedEvent::record_on(&self.stream)?;
         Ok(self)
     }
 
@@ -42,8 +42,8 @@ impl GpuTimelineSpan {
     /// A driver error.
     pub fn record(self, name: &'static str) -> Result<()> {
         let [begin, end] = &self.events;
-        let times = TimedEvent::when([begin, end], &self.stream)?;
-        timeline::carry().past(TimelineLane::Gpu, EventCategory::Engine, name, times, ("", 0));
+        let times = TimedEvent::host_times([begin, end], &self.stream)?;
+        timeline::carry().record_finished(TimelineLane::Gpu, EventCategory::Engine, name, times, ("", 0));
         Ok(())
     }
 }

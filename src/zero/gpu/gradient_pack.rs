@@ -39,7 +39,7 @@ pub(in crate::zero) fn pack<P: Iterator<Item = (usize, Range<usize>)>>(
         let tensor = grad.on_device(device)?;
         with_each([&tensor], "pack", |[values]| {
             pieces.try_for_each(|(start, piece)| {
-                bucket.copy_scaled(start..start + piece.len(), &values.part(piece)?, factor)
+                bucket.copy_scaled(start..start + piece.len(), &values.slice(piece)?, factor)
             })
         })?;
     }

@@ -12,9 +12,9 @@ use crate::param::ParamId;
 use crate::precision::{ElementBuffer, Flat, FlatMut};
 use crate::tensor::device_elements::change;
 use crate::tensor::flat_buffer::FlatBuffer;
-use crate::tensor::host_slice::with_part;
+use crate::tensor::host_slice::with_host_slice;
 use crate::zero::rank_core::RankCore;
-use crate::zero::share::state_storage::{StateStorage, lie_on_gpu};
+use crate::zero::share::state_storage::{StateStorage, weights_are_on_gpu};
 use crate::zero::share::sub_group::SweepMode;
 use crate::zero::step_executor::StepExecutor;
 use crate::zero::transfer::device_copy::{CopyPayloadKind, DeviceCopy, UPDATE_CHUNK};
@@ -56,9 +56,9 @@ impl<'a> HostStepWeights<'a> {
         mode: SweepMode,
         from_master: bool,
     ) -> (Option<Self>, Option<&'a mut StateStorage<RankCore>>) {
-        let is_on_gpu = mode.has_weights() && lie_on_gpu(core, storage.as_ref());
+        let is_on_gpu = mode.has_weights() && weights_are_on_gpu(core, storage.as_ref());
         let (storage, pending) = (storage.as_mut(), VecDeque::new());
-        match core.model_place.gpu() {
+        match core.model_location.gpu() {
             Some(device) if is_on_gpu => (Some(Self { core, storage, device, mode, from_master, pending }), None),
             _ => (None, storage),
         }
@@ -81,7 +81,7 @@ impl<'a> HostStepWeights<'a> {
             return Ok(());
         }
         let (len, weights) = (weights.len(), FlatBuffer::Host(weights));
-        let copy = self.core.send(CopyPayloadKind::Updates, weights, &self.core.model_place, len)?;
+        let copy = self.core.send(CopyPayloadKind::Updates, weights, &self.core.model_location, len)?;
         self.pending.push_back((range, copy));
         self.settle(IN_FLIGHT)
     }
@@ -96,15 +96,15 @@ impl<'a> HostStepWeights<'a> {
         while self.pending.len() > max_pending {
             let Some((range, copy)) = self.pending.pop_front() else { break };
             let weights = copy.wait()?;
-            let source = weights.on_device().part(0..weights.len())?;
+            let source = weights.on_device().slice(0..weights.len())?;
             match &mut self.storage {
                 Some(StateStorage::Memory(storage)) => {
-                    let target = storage.buffer_mut().on_device_mut().part_mut(range.in_group)?;
+                    let target = storage.buffer_mut().on_device_mut().slice_mut(range.in_group)?;
                     cuda::copy(self.device, target, &source)?;
                 }
                 Some(StateStorage::File(_)) => unreachable!("states in files are not on a GPU"),
                 None => change(&self.core.params[range.param].tensor, |mut values| {
-                    cuda::copy(self.device, values.part(range.in_tensor)?, &source)
+                    cuda::copy(self.device, values.slice_mut(range.in_tensor)?, &source)
                 })?,
             }
         }
@@ -119,7 +119,7 @@ impl<'a> HostStepWeights<'a> {
             Some(StateStorage::File(_)) => unreachable!("states in files are not on a GPU"),
             None => {
                 let tensor = &self.core.params[range.param].tensor;
-                Ok(with_part(tensor, range.in_tensor.clone(), |values| values.to_flat())?)
+                Ok(with_host_slice(tensor, range.in_tensor.clone(), |values| values.to_flat())?)
             }
         }
     }

@@ -34,13 +34,13 @@ impl<I, T> BucketQueue<I, T> {
     }
 
     /// Ends the collection: returns the items that have not left.
-    pub fn rest(&mut self) -> Option<Vec<I>> {
+    pub fn take_rest(&mut self) -> Option<Vec<I>> {
         self.rule.reset();
         (!self.batch.is_empty()).then(|| std::mem::take(&mut self.batch))
     }
 
     /// Adds a pending batch.
-    pub fn launched(&mut self, batch: T) {
+    pub fn push_pending(&mut self, batch: T) {
         self.in_flight.push_back(batch);
     }
 
@@ -73,13 +73,13 @@ impl<I, T> BucketQueues<I, T> {
     }
 
     /// Ends the collection: returns the batches that have not left.
-    pub fn rest(&mut self) -> impl Iterator<Item = Vec<I>> + use<I, T> {
-        [self.on_all_ranks.rest(), self.of_experts.rest()].into_iter().flatten()
+    pub fn take_rest(&mut self) -> impl Iterator<Item = Vec<I>> + use<I, T> {
+        [self.on_all_ranks.take_rest(), self.of_experts.take_rest()].into_iter().flatten()
     }
 
     /// Adds a pending batch to which `param` belongs.
-    pub fn launched(&mut self, batch: T, param: &Param) {
-        self.queue_of(param).launched(batch);
+    pub fn push_pending(&mut self, batch: T, param: &Param) {
+        self.queue_of(param).push_pending(batch);
     }
 
     /// Returns the oldest pending batch of a queue in which more than `max_pending` are pending; it must be waited for.
@@ -99,14 +99,14 @@ mod tests {
         assert_eq!(buckets.push('b', PACKED_BELOW), Some(vec!['b']));
         assert_eq!(buckets.push('c', 40), None);
         assert_eq!(buckets.push('d', 1), Some(vec!['a', 'c']));
-        assert_eq!(buckets.rest(), Some(vec!['d']));
-        assert_eq!(buckets.rest(), None);
+        assert_eq!(buckets.take_rest(), Some(vec!['d']));
+        assert_eq!(buckets.take_rest(), None);
     }
 
     #[test]
     fn the_oldest_batch_is_waited_for_first() {
         let mut buckets = BucketQueue::<(), u8>::new(1);
-        (1..=3).for_each(|batch| buckets.launched(batch));
+        (1..=3).for_each(|batch| buckets.push_pending(batch));
         assert_eq!([buckets.due(2), buckets.due(2), buckets.due(0), buckets.due(0)], [Some(1), None, Some(2), Some(3)]);
     }
 }

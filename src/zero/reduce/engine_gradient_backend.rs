@@ -53,9 +53,9 @@ impl GradientBackend for RankCore {
         mut grads: Vec<ArrivedGradient<Grad>>,
     ) -> Result<FlatBuffer> {
         #[cfg(feature = "cuda")]
-        if let Some(gpu) = self.model_place.gpu() {
+        if let Some(gpu) = self.model_location.gpu() {
             let (format, len) = (
-                GradientPackFormat { dtype: plan.dtype, factor: plan.before },
+                GradientPackFormat { dtype: plan.dtype, factor: plan.prescale },
                 layout.chunk * layout.mesh.world_size(),
             );
             let packed = match grads.pop_if(|arrived| arrived.grad.len() >= PACKED_BELOW) {
@@ -84,14 +84,14 @@ fn prepare(plan: &ReducePlan, padded: usize, ArrivedGradient { grad, .. }: Arriv
             // Reserves exactly this much: spare capacity in a large gradient would be wasted.
             flat.reserve_exact(padded - flat.len());
             flat.extend_zeros(padded - flat.len());
-            if plan.before != 1.0 {
-                flat.as_mut().scale(plan.before);
+            if plan.prescale != 1.0 {
+                flat.as_mut().scale(plan.prescale);
             }
             Ok(flat)
         }
         other => Ok(other.view(|values| {
             let mut flat = Flat::zeros(plan.dtype, padded);
-            flat.slice_mut(0..values.len()).copy_scaled(values, plan.before);
+            flat.slice_mut(0..values.len()).copy_scaled(values, plan.prescale);
             flat
         })?),
     }
@@ -109,7 +109,7 @@ impl RankCore {
             grad.view(|values| {
                 for (start, piece) in self.pieces(param, layout, *offset) {
                     let part = flat.slice_mut(start..start + piece.len());
-                    part.copy_scaled(values.slice(piece), plan.before);
+                    part.copy_scaled(values.slice(piece), plan.prescale);
                 }
             })?;
             drop((grad, held));

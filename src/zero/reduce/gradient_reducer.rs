@@ -53,9 +53,9 @@ pub(crate) struct ReducePlan {
     /// Whether buckets are transferred while the backward pass runs.
     pub overlap: bool,
     /// The factor by which gradients are multiplied before the reduction.
-    pub(super) before: f32,
+    pub(super) prescale: f32,
     /// The factor by which sums are multiplied after the reduction.
-    after: f32,
+    postscale: f32,
     /// The dtype to which gradients and their sums are rounded before a transfer.
     pub dtype: DType,
     /// The wire format of the gradients after that rounding.
@@ -69,7 +69,7 @@ impl ReducePlan {
     pub fn new(config: &Config, placement: Placement, world_size: usize, dtype: DType) -> Self {
         let world = world_size as f64;
         let predivide = config.gradient_predivide_factor;
-        let (before, after) = match config.gradient_allreduce_op {
+        let (prescale, postscale) = match config.gradient_allreduce_op {
             GradientOp::Sum => (1.0, 1.0),
             // A `gradient_predivide_factor` of 1 means that gradients are divided only once. The division comes before
             // the reduction, so that 16-bit sums do not overflow.
@@ -81,8 +81,8 @@ impl ReducePlan {
             scatter: placement.optim.is_sharded() && config.zero.reduce_scatter,
             hold: placement.optim.is_sharded() && !placement.grads.is_sharded(),
             overlap: config.zero.overlap_comm,
-            before: before as f32,
-            after: after as f32,
+            prescale: prescale as f32,
+            postscale: postscale as f32,
             dtype: transfer_dtype,
             wire,
             accumulate: config.grad_accum_dtype.unwrap_or(dtype),
@@ -210,7 +210,7 @@ impl<C: GradientBackend> GradientReducer<C> {
                 self.collect(core, arrived)?;
             }
         }
-        for bucket in self.buckets.rest() {
+        for bucket in self.buckets.take_rest() {
             self.reduce(core, bucket)?;
         }
         self.finish(core, 0)
@@ -251,15 +251,15 @@ impl<C: GradientBackend> GradientReducer<C> {
         let ReducePlan { scatter, wire, overlap, .. } = self.plan;
         let params = bucket.iter().map(|arrived| arrived.param).collect();
         let layout = CoalescedLayout::new(params, core.params(), core.mesh().pieces(), wire);
-        let _span = timeline::span(timeline::EventCategory::Reduce, "pack").of(|| core.names(&layout.params));
+        let _span = timeline::span(timeline::EventCategory::Reduce, "pack").with_subject(|| core.names(&layout.params));
         // On a GPU, a bucket exists in addition to the gradients from which it is packed. On the host, a large gradient
         // becomes the bucket.
         let packed = layout.chunk * layout.mesh.world_size() * self.plan.dtype.size_in_bytes();
-        let is_copied = C::Buffer::is_device(core.model_place());
+        let is_copied = C::Buffer::is_device(core.model_location());
         let packing = is_copied.then(|| core.ledger().hold_in(core.tier(), MemoryKind::Buckets, packed));
         let buffer = core.pack(&self.plan, &layout, bucket)?;
         drop(packing);
-        let subject = timeline::about(|| core.names(&layout.params));
+        let subject = timeline::set_subject(|| core.names(&layout.params));
         let held = core.hold(MemoryKind::Buckets, &buffer);
         let pending = match scatter {
             true => core.reduce(wire, buffer, &layout.params)?,
@@ -267,7 +267,7 @@ impl<C: GradientBackend> GradientReducer<C> {
         };
         drop(subject);
         let first = &core.params()[layout.params[0]];
-        self.buckets.launched(PendingReduction { layout, pending, held }, first);
+        self.buckets.push_pending(PendingReduction { layout, pending, held }, first);
         self.finish(core, if overlap { IN_FLIGHT - 1 } else { 0 })
     }
 
@@ -277,16 +277,16 @@ impl<C: GradientBackend> GradientReducer<C> {
         while let Some(PendingReduction { layout, pending, held }) = self.buckets.due(max_pending) {
             let sum = core.wait(pending)?;
             drop(held);
-            if C::Buffer::is_device(&sum.place()) == C::Buffer::is_device(core.share_place()) {
+            if C::Buffer::is_device(&sum.location()) == C::Buffer::is_device(core.share_location()) {
                 self.accumulate(core, &layout, sum)?;
                 continue;
             }
             let len = sum.len();
-            self.leaving.push_back((layout, core.send(CopyPayloadKind::Gradients, sum, core.share_place(), len)?));
+            self.leaving.push_back((layout, core.send(CopyPayloadKind::Gradients, sum, core.share_location(), len)?));
         }
         while self.leaving.len() > max_pending {
             let Some((layout, sum)) = self.leaving.pop_front() else { break };
-            self.accumulate(core, &layout, core.arrived(sum)?)?;
+            self.accumulate(core, &layout, core.wait_for_copy(sum)?)?;
         }
         Ok(())
     }
@@ -297,9 +297,9 @@ impl<C: GradientBackend> GradientReducer<C> {
         CoalescedLayout { params, offsets, chunk, .. }: &CoalescedLayout,
         mut sum: C::Buffer,
     ) -> Result<()> {
-        let _about = timeline::about(|| core.names(params));
-        let _span = timeline::span(timeline::EventCategory::Reduce, "accumulate").of(|| core.names(params));
-        let ReducePlan { scatter, after, accumulate, .. } = self.plan;
+        let _subject = timeline::set_subject(|| core.names(params));
+        let _span = timeline::span(timeline::EventCategory::Reduce, "accumulate").with_subject(|| core.names(params));
+        let ReducePlan { scatter, postscale, accumulate, .. } = self.plan;
         let mesh = core.mesh_of(params);
         // These are the pieces that this rank keeps, and then their offsets in the received buffer.
         let pieces = match core.placement().optim.is_sharded() {
@@ -310,7 +310,7 @@ impl<C: GradientBackend> GradientReducer<C> {
         let chunks: Vec<(usize, usize)> = pieces.map(|piece| (piece, (piece - first) * chunk)).collect();
         let mut groups = core.groups();
         for (param, offset) in params.iter().zip(offsets) {
-            let (group, slot) = core.place(*param);
+            let (group, slot) = core.slot_of(*param);
             let group = &mut groups[group];
             let SubGroupPosition { owned, len, .. } = group.slots[slot].clone();
             let existing = group.take_grads(slot, core)?;
@@ -319,10 +319,10 @@ impl<C: GradientBackend> GradientReducer<C> {
                 // A large parameter's pieces are stored one after the other, as in its share.
                 sum.truncate(len);
                 // A GPU's memory cannot be freed in part: both buffers exist for a short time.
-                let bucket = C::Buffer::is_device(&sum.place()).then(|| core.hold(MemoryKind::Buckets, &sum));
+                let bucket = C::Buffer::is_device(&sum.location()).then(|| core.hold(MemoryKind::Buckets, &sum));
                 sum.shrink_to_fit()?;
-                if after != 1.0 {
-                    sum.scale(after)?;
+                if postscale != 1.0 {
+                    sum.scale(postscale)?;
                 }
                 group.put_grads(slot, TrackedBuffer::new(core.ledger(), MemoryKind::Gradients, sum), core);
                 drop(bucket);
@@ -337,7 +337,7 @@ impl<C: GradientBackend> GradientReducer<C> {
                 let source = start + offset;
                 // A tail piece may be empty and begin at the end of the parameter.
                 let target = piece.start - owned.start;
-                grads.buffer_mut().add_scaled(target, &sum, source..source + piece.len(), after)?;
+                grads.buffer_mut().add_scaled(target, &sum, source..source + piece.len(), postscale)?;
             }
             group.put_grads(slot, grads, core);
         }

@@ -10,12 +10,12 @@ use crate::zero::share::sub_group::GradientShare;
 impl RankCore {
     /// Sets whether, from now on, gradients are kept by the rank that computed them, or reduced.
     pub fn hold_unreduced(&self, holds: bool) {
-        lock(&self.unreduced).holds = holds;
+        lock(&self.unreduced).is_holding = holds;
     }
 
     /// Returns whether gradients are kept by the rank that computed them.
     pub(in crate::zero) fn holds_unreduced(&self) -> bool {
-        lock(&self.unreduced).holds
+        lock(&self.unreduced).is_holding
     }
 
     /// Returns the gradient to reduce now that `grad` has arrived, or `None` if it is kept.
@@ -26,14 +26,14 @@ impl RankCore {
 
     /// Records that a backward pass whose gradients are kept has ended.
     pub(in crate::zero) fn keep_unreduced(&self) {
-        lock(&self.unreduced).waits = true;
+        lock(&self.unreduced).has_pending = true;
     }
 
     /// Hands over the gradient sums that are still kept: in a backward pass, those of the parameters that it has not
     /// reached.
     pub(in crate::zero) fn release_unreduced(&self) -> Result<()> {
         let mut unreduced = lock(&self.unreduced);
-        unreduced.waits = false;
+        unreduced.has_pending = false;
         let sums = std::mem::take(&mut unreduced.sums);
         drop(unreduced);
         let mut gradients = lock(&self.gradients);
@@ -42,7 +42,7 @@ impl RankCore {
 
     /// Collective: reduces the kept gradients, if there are any.
     pub fn reduce_unreduced(&self) -> Result<()> {
-        if !lock(&self.unreduced).waits {
+        if !lock(&self.unreduced).has_pending {
             return Ok(());
         }
         self.release_unreduced()?;
@@ -53,7 +53,7 @@ impl RankCore {
     pub fn zero_grad(&self) -> Result<()> {
         let mut unreduced = lock(&self.unreduced);
         unreduced.sums.clear();
-        unreduced.waits = false;
+        unreduced.has_pending = false;
         drop(unreduced);
         for group in lock(&self.groups).iter_mut() {
             for grads in &mut group.grads {

@@ -12,10 +12,10 @@ use std::collections::BTreeMap;
 #[derive(Default)]
 pub(in crate::zero) struct UnreducedGradients {
     /// Whether gradients of the current backward passes are kept.
-    pub holds: bool,
+    pub is_holding: bool,
     /// Whether a backward pass's gradients have been kept since the last reduction. It is the same on all ranks,
     /// regardless of which gradients arrived on this rank.
-    pub waits: bool,
+    pub has_pending: bool,
     pub sums: BTreeMap<ParamId, TrackedBuffer>,
 }
 
@@ -29,7 +29,7 @@ impl UnreducedGradients {
         ledger: &MemoryLedger,
     ) -> candle_core::Result<Option<Grad>> {
         let Some(mut sum) = self.sums.remove(&param) else {
-            if !self.holds {
+            if !self.is_holding {
                 return Ok(Some(grad));
             }
             let mut sum = Flat::with_capacity(dtype, grad.len());
@@ -41,7 +41,7 @@ impl UnreducedGradients {
             let all = 0..values.len();
             sum.slice_mut(all).add_scaled(values, 1.0);
         })?;
-        if self.holds {
+        if self.is_holding {
             self.sums.insert(param, sum);
             return Ok(None);
         }

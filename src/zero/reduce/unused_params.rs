@@ -19,7 +19,7 @@ impl RankCore {
     /// # Errors
     /// [`EngineError::NoGradient`] if no rank has a gradient of a parameter that a backward pass must reach, unless
     /// unused parameters are ignored.
-    pub(in crate::zero) fn judge_unused(&self) -> Result<()> {
+    pub(in crate::zero) fn check_unused(&self) -> Result<()> {
         let Some(seen) = lock(&self.gradients).take_seen() else { return Ok(()) };
         let seen = self.comm.gather_bytes(seen.into_iter().map(u8::from).collect()).wait()?;
         let is_missing = |param: usize| seen.iter().all(|rank| rank.get(param) == Some(&0));
@@ -45,7 +45,7 @@ impl RankCore {
     }
 
     /// Skips the check: the model was checked when its training began.
-    pub fn unused_was_judged(&self) {
+    pub fn skip_unused_check(&self) {
         lock(&self.gradients).take_seen();
     }
 }

@@ -8,7 +8,7 @@
 //! complete: if there is not enough space for a file, nothing changes. A share on a GPU exists twice for a short time.
 
 use super::state_access::{ParamStateKind, pieces};
-use super::sub_group::places;
+use super::sub_group::param_slots;
 use super::sub_group_builder::SubGroupBuilder;
 use crate::comm::agree::{JointOperationFailure, gather_u64};
 use crate::error::{EngineError, Result};
@@ -34,18 +34,18 @@ impl RankCore {
         }
         self.release_all()?;
         if let Some(offload) = &self.offload {
-            offload.begin_anew();
+            offload.start_new_files();
         }
         let mut builder = {
             let (plan, offload) = (self.share_plan.clone(), self.offload.clone());
-            let devices = plan.devices_of(self.model_place.clone(), BufferDevice::Host);
+            let devices = plan.devices_of(self.model_location.clone(), BufferDevice::Host);
             SubGroupBuilder::new(plan, offload, self.ledger.clone(), devices)
         };
         for (id, param) in self.params.iter().enumerate() {
             let weights = match self.own_words(id)? {
                 // The words are copied unchanged, because packing unpacked values again may give different codes.
                 Some(words) => words,
-                None => self.own_values(ParamStateKind::Weights, id, self.owned(id))?,
+                None => self.own_values(ParamStateKind::Weights, id, self.owned_range(id))?,
             };
             builder.push_share(id, param.cut(), weights.as_ref(), param.class(trained[id]))?;
         }
@@ -53,13 +53,13 @@ impl RankCore {
         if let Some(offload) = &self.offload {
             offload.check_space(self.comm()).map_err(JointOperationFailure::InStep)?;
         }
-        let new_places = places(&groups, self.params.len());
+        let new_param_slots = param_slots(&groups, self.params.len());
         let stays_trained = |id: &usize| self.params[*id].is_trained() && trained[*id];
         for id in (0..self.params.len()).filter(stays_trained) {
-            let (group, slot) = new_places[id];
+            let (group, slot) = new_param_slots[id];
             let group = &mut groups[group];
             for (number, moment) in group.moments.iter_mut().enumerate() {
-                for piece in pieces(&self.owned(id)) {
+                for piece in pieces(&self.owned_range(id)) {
                     let values = self.own_values(ParamStateKind::Moment(number), id, piece.clone())?;
                     moment.write(group.slots[slot].place(&piece), values.as_ref(), self.io())?;
                 }
@@ -72,7 +72,7 @@ impl RankCore {
             }
         }
         *lock(&self.groups) = groups;
-        *unpoisoned(self.places.write()) = new_places;
+        *unpoisoned(self.param_slots.write()) = new_param_slots;
         for (param, trained) in self.params.iter().zip(trained) {
             if *trained && !param.is_trained() {
                 param.updates_before.store(updates, Ordering::Relaxed);

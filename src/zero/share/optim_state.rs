@@ -10,7 +10,7 @@
 //! updated. On every rank, shares of parameters with codes begin at a block boundary, so that blocks do not depend on
 //! the number of ranks.
 
-use super::share_storage::{BufferPlaceOf, FileExtentOf, ShareStorage};
+use super::share_storage::{BufferLocationOf, FileExtentOf, ShareStorage};
 use super::state_storage::StateStorage;
 use crate::error::Result;
 use crate::memory::{MemoryKind, MemoryLedger, TrackedBuffer};
@@ -44,13 +44,18 @@ impl<R: ShareStorage> OptimState<R> {
     ///
     /// # Errors
     /// Fails if a GPU does not have enough memory.
-    pub fn in_memory(ledger: &MemoryLedger, place: &BufferPlaceOf<R>, format: StateFormat, len: usize) -> Result<Self> {
+    pub fn in_memory(
+        ledger: &MemoryLedger,
+        location: &BufferLocationOf<R>,
+        format: StateFormat,
+        len: usize,
+    ) -> Result<Self> {
         let (dtype, numbers) = match format {
             StateFormat::F32 => (DType::F32, len),
             StateFormat::Bf16 => (DType::BF16, len),
             StateFormat::Signed8 | StateFormat::Unsigned8 => (DType::BF16, len.div_ceil(2)),
         };
-        let values = TrackedBuffer::new(ledger, MemoryKind::Moments, R::Buffer::zeros(place, dtype, numbers)?);
+        let values = TrackedBuffer::new(ledger, MemoryKind::Moments, R::Buffer::zeros(location, dtype, numbers)?);
         Ok(Self { format, storage: StateStorage::Memory(values), scales: Self::scales(ledger, format, len)? })
     }
 
@@ -186,7 +191,7 @@ impl<'a> OptimStateView<'a> {
     }
 
     /// Returns whether elements of a format need a buffer for their conversion to f32.
-    pub fn needs_room(format: StateFormat) -> bool {
+    pub fn needs_scratch(format: StateFormat) -> bool {
         format != StateFormat::F32
     }
 

@@ -48,7 +48,7 @@ pub(in crate::zero) fn assemble<B: ElementBuffer>(
     dtype: DType,
     mesh: ShardMesh,
 ) -> Result<B> {
-    let mut assembled = B::zeros(&gathered_words.place(), dtype, param.numel)?;
+    let mut assembled = B::zeros(&gathered_words.location(), dtype, param.numel)?;
     if let (Some(mut values), Some(gathered_words)) = (assembled.values_mut(), gathered_words.values()) {
         for number in 0..mesh.shards() {
             let start = number * chunk + offset;

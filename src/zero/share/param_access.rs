@@ -16,7 +16,7 @@ use std::ops::Range;
 impl RankCore {
     /// Returns this rank's part of a state, in f32.
     pub fn own_state(&self, state: ParamStateKind, param: ParamId) -> Result<Flat> {
-        let owned = self.held(state, param);
+        let owned = self.held_range(state, param);
         if self.params[param].packing().is_some() {
             // The values are unpacked in one call, because each of several calls would read all words again.
             return self.own_values(state, param, owned);
@@ -30,7 +30,7 @@ impl RankCore {
 
     /// Returns this rank's part of a gradient as it was accumulated, in f32, or `None` if none has been reduced.
     pub fn own_gradient(&self, param: ParamId) -> Result<Option<Flat>> {
-        let (group, slot) = self.place_of(param);
+        let (group, slot) = self.slot_of(param);
         let group = &mut lock(&self.groups)[group];
         let Some(grads) = group.take_grads(slot, self)? else { return Ok(None) };
         let mut part = Flat::with_capacity(DType::F32, 0);
@@ -40,7 +40,7 @@ impl RankCore {
     }
 
     /// Gathers a complete state, in f32. Collective except for a factored state, which every rank has in full.
-    pub fn whole_state(&self, state: ParamStateKind, param: ParamId) -> Result<Flat> {
+    pub fn full_state(&self, state: ParamStateKind, param: ParamId) -> Result<Flat> {
         if let ParamStateKind::Factored(_) = state {
             return self.own_state(state, param);
         }
@@ -48,7 +48,7 @@ impl RankCore {
     }
 
     /// Collective: gathers a complete gradient, in f32. Returns `None` if none has been reduced.
-    pub fn whole_gradient(&self, param: ParamId) -> Result<Option<Flat>> {
+    pub fn full_gradient(&self, param: ParamId) -> Result<Option<Flat>> {
         let part = self.own_gradient(param)?;
         let exists = self.exists_on_holders(param, part.is_some())?;
         let part = exists.then(|| part.unwrap_or_else(|| Flat::F32(Vec::new())));
@@ -59,16 +59,16 @@ impl RankCore {
     /// these exist.
     pub fn set_state(&self, state: ParamStateKind, param: ParamId, values: &[f32]) -> Result<()> {
         let part = |range: Range<usize>| Ok(Flat::F32(values[range].to_vec()));
-        self.write_state(state, param, self.owned(param), part)?;
+        self.write_state(state, param, self.owned_range(param), part)?;
         if state == ParamStateKind::Weights {
-            self.write_whole(param, part)?;
+            self.write_all_elements(param, part)?;
         }
         Ok(())
     }
 
     /// Sets this rank's part of an optimizer state.
     pub fn set_own_moment(&self, moment: ParamStateKind, param: ParamId, values: &[f32]) -> Result<()> {
-        let owned = self.owned(param);
+        let owned = self.owned_range(param);
         let start = owned.start;
         let part = |range: Range<usize>| Ok(Flat::F32(values[range.start - start..range.end - start].to_vec()));
         self.write_state(moment, param, owned, part)
@@ -77,7 +77,7 @@ impl RankCore {
     /// Sets a gradient that has been reduced. Returns false if there is none. Collective for experts that are divided
     /// among ranks.
     pub fn set_gradient(&self, param: ParamId, values: &[f32]) -> Result<bool> {
-        let is_set = self.set_own_gradient(param, &values[self.owned(param)])?;
+        let is_set = self.set_own_gradient(param, &values[self.owned_range(param)])?;
         self.exists_on_holders(param, is_set)
     }
 
@@ -97,7 +97,7 @@ impl RankCore {
         if !self.holds(param) {
             return Ok(true);
         }
-        let (group, slot) = self.place_of(param);
+        let (group, slot) = self.slot_of(param);
         let group = &mut lock(&self.groups)[group];
         let Some(mut grads) = group.take_grads(slot, self)? else { return Ok(false) };
         grads.buffer_mut().write(0..values.len(), FlatRef::F32(values))?;
@@ -106,12 +106,12 @@ impl RankCore {
     }
 
     /// Collective: assembles the complete values of a parameter from the parts of all ranks.
-    pub fn whole_of_parts(&self, param: ParamId, part: Vec<f32>) -> Result<Vec<f32>> {
+    pub fn assemble_full(&self, param: ParamId, part: Vec<f32>) -> Result<Vec<f32>> {
         Ok(f32_values(self.gather_whole(param, Flat::F32(part))?))
     }
 
     /// Collective: returns the values of a parameter that one rank passes. The other ranks pass `None`.
-    pub fn whole_of_one(&self, param: ParamId, values: Option<Vec<f32>>) -> Result<Vec<f32>> {
+    pub fn broadcast_full(&self, param: ParamId, values: Option<Vec<f32>>) -> Result<Vec<f32>> {
         // A negative zero added to any number gives that number, including a zero with its sign.
         let values = values.unwrap_or_else(|| vec![-0.0; self.params[param].numel]);
         Ok(f32_values(self.comm.all_reduce(Flat::F32(values), self.tag(&[param])).wait()?))
@@ -145,7 +145,7 @@ impl RankCore {
             lock(&self.gather).release_everything(self)?;
         }
         #[cfg(feature = "cuda")]
-        self.model_place.gpu().map_or(Ok(()), memory_pool::trim)?;
+        self.model_location.gpu().map_or(Ok(()), memory_pool::trim)?;
         Ok(())
     }
 }

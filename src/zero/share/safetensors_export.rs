@@ -69,7 +69,7 @@ impl RankCore {
     }
 
     /// Collective: returns a whole parameter in f32, from the master weights if they exist.
-    pub fn whole_f32(&self, param: usize) -> Result<Flat> {
+    pub fn full_f32(&self, param: usize) -> Result<Flat> {
         if self.is_whole_in_f32(param)? {
             let mut copy = Flat::with_capacity(DType::F32, self.params[param].numel);
             if self.holds(param) {
@@ -77,7 +77,7 @@ impl RankCore {
             }
             return self.spread_from_holders(param, copy);
         }
-        self.whole_state(ParamStateKind::Weights, param)
+        self.full_state(ParamStateKind::Weights, param)
     }
 
     /// Returns whether every rank has a whole parameter, and no copy of it with more precision exists.
@@ -86,7 +86,7 @@ impl RankCore {
         if matches!(*self.wait_for_update()?, DelayedUpdate::Ready(_)) {
             return Ok(false);
         }
-        let (group, _) = self.place_of(param);
+        let (group, _) = self.slot_of(param);
         Ok(ParamStateKind::Weights.storage(&mut lock(&self.groups)[group]).is_none())
     }
 
@@ -118,7 +118,7 @@ impl RankCore {
             return Ok(values);
         }
         let is_first = self.holds(param) && self.rank_among(&[param]) == 0;
-        self.whole_of_one(param, is_first.then(|| f32_values(values))).map(Flat::F32)
+        self.broadcast_full(param, is_first.then(|| f32_values(values))).map(Flat::F32)
     }
 }
 
@@ -136,7 +136,7 @@ impl SafetensorsExport {
         let header = header(model, buffers, dtype);
         let tensors: serde_json::Map<String, Value> = serde_json::from_slice(&header)?;
         check_earlier(path, &tensors)?;
-        let mut new = AtomicFile::beside(path)?;
+        let mut new = AtomicFile::create_for(path)?;
         let mut file = BufWriter::new(new.file().try_clone()?);
         file.write_all(&(header.len() as u64).to_le_bytes())?;
         file.write_all(&header)?;

@@ -12,15 +12,15 @@ pub(crate) trait ShareStorage: Sized {
     type Files: StateFiles<Buffer = Self::Buffer>;
 
     /// Returns the location of those parts of this rank's share that are not in files.
-    fn share_place(&self) -> &BufferPlaceOf<Self>;
+    fn share_location(&self) -> &BufferLocationOf<Self>;
     /// Returns the place where the model computes, which also holds gathered parameters and the buffers of collectives.
-    fn model_place(&self) -> &BufferPlaceOf<Self>;
+    fn model_location(&self) -> &BufferLocationOf<Self>;
     fn files(&self) -> Option<&Self::Files>;
     fn ledger(&self) -> &MemoryLedger;
 }
 
 /// The location of a rank's buffer: a kind of memory.
-pub(crate) type BufferPlaceOf<R> = <<R as ShareStorage>::Buffer as ElementBuffer>::Place;
+pub(crate) type BufferLocationOf<R> = <<R as ShareStorage>::Buffer as ElementBuffer>::Location;
 
 /// An extent of a file.
 pub(crate) type FileExtentOf<R> = <<R as ShareStorage>::Files as StateFiles>::Extent;

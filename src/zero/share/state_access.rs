@@ -8,7 +8,7 @@ use crate::offload::{FileIo, OffloadStore, STEP};
 use crate::optim::GroupedOptimizer;
 use crate::param::Param;
 use crate::precision::{Flat, FlatRef, WeightPacking};
-use crate::tensor::host_slice::with_part;
+use crate::tensor::host_slice::with_host_slice;
 use crate::tensor::residency;
 use crate::util::lock;
 use crate::zero::rank_core::RankCore;
@@ -96,10 +96,10 @@ impl RankCore {
     }
 
     /// Returns the elements of a state of parameter `param` that this rank holds. It holds all of a factored state.
-    pub fn held(&self, state: ParamStateKind, param: usize) -> Range<usize> {
+    pub fn held_range(&self, state: ParamStateKind, param: usize) -> Range<usize> {
         match state {
             ParamStateKind::Factored(number) => 0..self.factored_range(param, number).len(),
-            _ => self.owned(param),
+            _ => self.owned_range(param),
         }
     }
 
@@ -118,8 +118,8 @@ impl RankCore {
     }
 
     /// Returns the elements of parameter `param` whose optimizer state this rank holds.
-    pub fn owned(&self, param: usize) -> Range<usize> {
-        let (group, slot) = self.place_of(param);
+    pub fn owned_range(&self, param: usize) -> Range<usize> {
+        let (group, slot) = self.slot_of(param);
         lock(&self.groups)[group].slots[slot].owned.clone()
     }
 
@@ -147,7 +147,7 @@ impl RankCore {
         #[cfg(feature = "cuda")]
         let delayed = self.wait_for_update()?;
         let mut groups = lock(&self.groups);
-        let (number, slot) = self.place_of(param);
+        let (number, slot) = self.slot_of(param);
         let group = &mut groups[number];
         if let ParamStateKind::Factored(state) = state {
             let all = self.factored_range(param, state);
@@ -185,7 +185,7 @@ impl RankCore {
                 drop(groups);
                 take(transfer.wait()?.as_ref());
             }
-            None => with_part(&self.params[param].tensor, range, take)?,
+            None => with_host_slice(&self.params[param].tensor, range, take)?,
         }
         Ok(())
     }
@@ -202,7 +202,7 @@ impl RankCore {
     ) -> Result<()> {
         #[cfg(feature = "cuda")]
         drop(self.wait_for_update()?);
-        let (group, slot) = self.place_of(param);
+        let (group, slot) = self.slot_of(param);
         if let ParamStateKind::Factored(number) = state {
             let all = self.factored_range(param, number);
             let position = all.start + range.start..all.start + range.end;
@@ -280,7 +280,7 @@ impl RankCore {
 
     /// Returns the words of this rank's share of a parameter, if they are packed.
     pub(super) fn own_words(&self, param: usize) -> Result<Option<Flat>> {
-        let (group, slot) = self.place_of(param);
+        let (group, slot) = self.slot_of(param);
         let group = &lock(&self.groups)[group];
         group.packed().map(|(_, storage)| self.words(storage, &group.slots[slot])).transpose()
     }
@@ -313,8 +313,8 @@ impl RankCore {
     }
 
     /// Sets all elements of a parameter whose tensor always holds it in full. Does nothing for other parameters.
-    pub fn write_whole(&self, param: usize, mut values: impl FnMut(Range<usize>) -> Result<Flat>) -> Result<()> {
-        let Some(param) = self.params.get(param).filter(|_| self.keeps_whole(param)) else { return Ok(()) };
+    pub fn write_all_elements(&self, param: usize, mut values: impl FnMut(Range<usize>) -> Result<Flat>) -> Result<()> {
+        let Some(param) = self.params.get(param).filter(|_| self.keeps_all_elements(param)) else { return Ok(()) };
         if let Some(packing) = param.packing() {
             let mut new = Flat::with_capacity(self.dtype, param.numel);
             for part in pieces(&(0..param.numel)) {

@@ -40,10 +40,10 @@ impl<R: ShareStorage<Buffer = FlatBuffer>> StateStorage<R> {
 }
 
 /// Returns whether weights are on a GPU: in their `storage`, or, if they are not sharded, in the parameters' tensors.
-pub(crate) fn lie_on_gpu<R: ShareStorage>(rank: &R, storage: Option<&StateStorage<R>>) -> bool {
+pub(crate) fn weights_are_on_gpu<R: ShareStorage>(rank: &R, storage: Option<&StateStorage<R>>) -> bool {
     match storage {
-        Some(StateStorage::Memory(weights)) => R::Buffer::is_device(&weights.buffer().place()),
+        Some(StateStorage::Memory(weights)) => R::Buffer::is_device(&weights.buffer().location()),
         Some(StateStorage::File(_)) => false,
-        None => R::Buffer::is_device(rank.model_place()),
+        None => R::Buffer::is_device(rank.model_location()),
     }
 }

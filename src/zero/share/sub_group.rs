@@ -38,7 +38,7 @@ pub(crate) struct SubGroupPosition {
     /// optimizer states are sharded and no other rank has the same shard.
     pub piece: Range<usize>,
     /// The offset of the first owned element in the sub-group. Packed weights are counted in words.
-    pub at: usize,
+    pub offset: usize,
     /// The number of elements, or words, of a rank's share of the parameter, including the padding of the last ranks.
     pub len: usize,
 }
@@ -46,17 +46,17 @@ pub(crate) struct SubGroupPosition {
 impl SubGroupPosition {
     /// Returns the owned elements in the sub-group, without padding.
     pub fn range(&self) -> Range<usize> {
-        self.at..self.at + self.owned.len()
+        self.offset..self.offset + self.owned.len()
     }
 
     /// Returns the share in the sub-group, with its padding.
     pub fn padded(&self) -> Range<usize> {
-        self.at..self.at + self.len
+        self.offset..self.offset + self.len
     }
 
     /// Returns the position in the sub-group of elements `range` of the whole parameter, which this rank owns.
     pub fn place(&self, range: &Range<usize>) -> Range<usize> {
-        self.at + range.start - self.owned.start..self.at + range.end - self.owned.start
+        self.offset + range.start - self.owned.start..self.offset + range.end - self.owned.start
     }
 }
 
@@ -99,7 +99,7 @@ pub(crate) struct SubGroup<R: ShareStorage> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SweepMode {
     /// All states are loaded, and none changes.
-    Look,
+    Read,
     /// All states are loaded; weights and optimizer states are updated with the gradients.
     Update,
     /// Optimizer states are loaded and updated with the gradients. Weights stay where they are.
@@ -107,7 +107,7 @@ pub(crate) enum SweepMode {
     /// Weights are loaded, and changed by something other than the gradients.
     Weights,
     /// Weights and optimizer states are loaded, and the weights that the model computes with are written anew.
-    Show,
+    Publish,
 }
 
 impl SweepMode {
@@ -120,17 +120,17 @@ impl SweepMode {
     }
 
     pub fn has_gradients(self) -> bool {
-        !matches!(self, Self::Weights | Self::Show)
+        !matches!(self, Self::Weights | Self::Publish)
     }
 
     /// Returns whether the sweep changes anything.
     pub fn changes(self) -> bool {
-        self != Self::Look
+        self != Self::Read
     }
 
     /// Returns whether the sweep changes master weights and optimizer states.
     pub fn changes_states(self) -> bool {
-        !matches!(self, Self::Look | Self::Show)
+        !matches!(self, Self::Read | Self::Publish)
     }
 }
 
@@ -145,10 +145,10 @@ impl<R: ShareStorage> SubGroup<R> {
         match (std::mem::replace(&mut self.grads[slot], GradientShare::Absent), &self.grad_file, rank.files()) {
             (GradientShare::Memory(grads), ..) => Ok(Some(grads)),
             (GradientShare::File { writing, .. }, Some(extent), Some(files)) => {
-                writing.map_or(Ok(()), |writing| files.written(writing))?;
+                writing.map_or(Ok(()), |writing| files.wait_written(writing))?;
                 let room = self.zeroed_grads(slot, rank, R::Files::dtype(extent))?;
                 let pieces = vec![(extent.clone(), self.slots[slot].padded(), 0)];
-                room.try_map(|room| files.filled(files.fill(room, pieces))).map(Some)
+                room.try_map(|room| files.wait_filled(files.fill(room, pieces))).map(Some)
             }
             _ => Ok(None),
         }
@@ -170,7 +170,7 @@ impl<R: ShareStorage> SubGroup<R> {
 
     /// Returns a new buffer of zeros for the gradient of a slot (its owned elements and padding).
     pub fn zeroed_grads(&self, slot: usize, rank: &R, dtype: DType) -> Result<TrackedBuffer<R::Buffer>> {
-        let zeros = R::Buffer::zeros(rank.share_place(), dtype, self.slots[slot].len)?;
+        let zeros = R::Buffer::zeros(rank.share_location(), dtype, self.slots[slot].len)?;
         Ok(TrackedBuffer::new(rank.ledger(), MemoryKind::Gradients, zeros))
     }
 
@@ -215,12 +215,12 @@ impl<R: ShareStorage> SubGroup<R> {
 }
 
 /// Returns the sub-group and slot of each of `count` parameters.
-pub(crate) fn places<R: ShareStorage>(groups: &[SubGroup<R>], count: usize) -> Vec<(usize, usize)> {
-    let mut places = vec![(0, 0); count];
+pub(crate) fn param_slots<R: ShareStorage>(groups: &[SubGroup<R>], count: usize) -> Vec<(usize, usize)> {
+    let mut param_slots = vec![(0, 0); count];
     for (g, group) in groups.iter().enumerate() {
         for (s, slot) in group.slots.iter().enumerate() {
-            places[slot.param] = (g, s);
+            param_slots[slot.param] = (g, s);
         }
     }
-    places
+    param_slots
 }

@@ -7,7 +7,7 @@
 use super::optim_state::OptimState;
 use super::packed_weight_shards;
 use super::share_plan::{ShardDevices, SharePlan};
-use super::share_storage::{BufferPlaceOf, FileExtentOf, ShareStorage};
+use super::share_storage::{BufferLocationOf, FileExtentOf, ShareStorage};
 use super::state_storage::StateStorage;
 use super::sub_group::{GradientShare, SubGroup, SubGroupPosition};
 use crate::error::{Error, OffloadError, Result};
@@ -81,7 +81,7 @@ struct UnfinishedShare {
     /// The offset of the share in its sub-group.
     offset: usize,
     /// The number of elements of the share, including padding.
-    room: usize,
+    reserved_len: usize,
     /// The number of elements filled so far.
     filled: usize,
     /// Whether the sub-group ends with this share.
@@ -95,14 +95,14 @@ pub(crate) struct SubGroupBuilder<R: ShareStorage = RankCore, C = OffloadFileBui
     files: C,
     ledger: MemoryLedger,
     /// The locations of complete sub-groups that are not in files. Until they are complete, they are on the host.
-    devices: ShardDevices<BufferPlaceOf<R>>,
+    devices: ShardDevices<BufferLocationOf<R>>,
     done: Vec<SubGroup<R>>,
     /// The open sub-group of each class.
     open: [Option<SubGroup<R>>; SubGroupKey::COUNT],
 }
 
 impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
-    pub fn with(plan: SharePlan, files: C, ledger: MemoryLedger, devices: ShardDevices<BufferPlaceOf<R>>) -> Self {
+    pub fn with(plan: SharePlan, files: C, ledger: MemoryLedger, devices: ShardDevices<BufferLocationOf<R>>) -> Self {
         let sharing = ShareLayout::new(plan.placement.optim.is_sharded(), plan.sub_group_size);
         // In files, a parameter's share begins at an offset at which a request may begin.
         let sharing = if plan.has_files() { sharing.in_files(plan.step(), plan.weights_in_memory) } else { sharing };
@@ -158,22 +158,22 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
         let shard_len =
             self.packing(class).map_or(shard_len, |packing| packed_weight_shards::word_count(packing, shard_len));
         let block = class.role().map_or(1, |role| self.plan.block(role));
-        let SharePosition { share, room, begins, closes, spills } =
+        let SharePosition { share, reserved_len, is_first_in_file, closes, is_in_file } =
             self.sharing.push(shard_len, whole_len, class.index(), block);
-        if begins {
+        if is_first_in_file {
             self.close();
         }
         let mut group = match self.open[class.index()].take() {
             Some(group) => group,
-            None => self.empty_group(class, spills)?,
+            None => self.empty_group(class, is_in_file)?,
         };
         let offset = group.len;
         for storage in [&mut group.weights, &mut group.master].into_iter().flatten() {
             match storage {
-                StateStorage::File(extent) => self.files.grow(extent, room)?,
+                StateStorage::File(extent) => self.files.grow(extent, reserved_len)?,
                 // The exact size is reserved: a large buffer grows in place (the allocator remaps its pages), and spare
                 // room would be wasted.
-                StateStorage::Memory(buffer) => buffer.resize(|flat| flat.reserve_exact(room))?,
+                StateStorage::Memory(buffer) => buffer.resize(|flat| flat.reserve_exact(reserved_len))?,
             }
         }
         let number = self.plan.mesh.number_of(cut, rank);
@@ -183,11 +183,11 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
             (true, false) => (0..cut.numel, mesh.piece(cut, mesh.piece_of(number))),
         };
         let piece = piece.start - owned.start..piece.end - owned.start;
-        group.slots.push(SubGroupPosition { param, owned, piece, at: offset, len: share });
+        group.slots.push(SubGroupPosition { param, owned, piece, offset, len: share });
         group.grads.push(GradientShare::Absent);
-        group.len += room;
+        group.len += reserved_len;
         self.open[class.index()] = Some(group);
-        Ok(UnfinishedShare { class, offset, room, filled: 0, closes })
+        Ok(UnfinishedShare { class, offset, reserved_len, filled: 0, closes })
     }
 
     /// Appends values to a share.
@@ -210,7 +210,7 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
         if let Some(group) = open {
             for storage in [&mut group.weights, &mut group.master].into_iter().flatten() {
                 if let StateStorage::Memory(buffer) = storage {
-                    buffer.resize(|flat| flat.extend_zeros(share.room - share.filled))?;
+                    buffer.resize(|flat| flat.extend_zeros(share.reserved_len - share.filled))?;
                 }
             }
         }
@@ -220,8 +220,8 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
         Ok(())
     }
 
-    /// Creates an empty sub-group. Its weights are stored in a file if it `spills`.
-    fn empty_group(&self, class: SubGroupKey, spills: bool) -> Result<SubGroup<R>> {
+    /// Creates an empty sub-group. Its weights are stored in a file if `is_in_file`.
+    fn empty_group(&self, class: SubGroupKey, is_in_file: bool) -> Result<SubGroup<R>> {
         let SharePlan { dtype, weights_in_memory, states_in_files, .. } = &self.plan;
         let storage = |state: SubGroupStateKind, dtype, in_file| match in_file {
             true => self.files.begin(state, class, dtype).map(StateStorage::File),
@@ -232,7 +232,7 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
         };
         // Packed weights are 32-bit words.
         let weights_dtype = class.weights.packing().map_or(class.weights.dtype(*dtype), |_| DType::F32);
-        let weights = || storage(SubGroupStateKind::Weights, weights_dtype, spills && weights_in_memory.is_some());
+        let weights = || storage(SubGroupStateKind::Weights, weights_dtype, is_in_file && weights_in_memory.is_some());
         let master = || storage(SubGroupStateKind::Master, DType::F32, states_in_files.is_some());
         let has_master = class.has_master(*dtype) && self.plan.has_master() || self.plan.averages_class(class);
         Ok(SubGroup {
@@ -277,7 +277,7 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
             let states = [(&mut group.weights, &devices.weights), (&mut group.master, &devices.states)];
             for (state, device) in states.into_iter().filter(|_| !stays_on_host) {
                 if let Some(StateStorage::Memory(values)) = state.take_if(|storage| storage.file().is_none()) {
-                    *state = Some(StateStorage::Memory(values.moved_to(ledger, device)?));
+                    *state = Some(StateStorage::Memory(values.move_to(ledger, device)?));
                 }
             }
             let (class, len) = (group.class, group.len);

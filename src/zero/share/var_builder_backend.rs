@@ -9,7 +9,7 @@ use super::share_plan::SharePlan;
 use super::sub_group_builder::{LOAD_CHUNK, SubGroupBuilder};
 use crate::config::StatePrecision;
 use crate::error::{EngineError, Error, ParamError, Result};
-use crate::layout::{ExpertPlace, ShardCut, ShardMesh, ZeroStage};
+use crate::layout::{ExpertPlacement, ShardCut, ShardMesh, ZeroStage};
 use crate::memory::{MemoryKind, MemoryLedger, MemoryTier};
 use crate::offload::OffloadStore;
 use crate::optim::{OptimizerRole, ParameterGrouping, SubGroupKey, WeightFormat};
@@ -53,7 +53,7 @@ struct VarBuilderBackendInner {
     units: Vec<String>,
     leaves: LeafUnits,
     /// For each unit that belongs to an expert, the ranks that hold it, if experts are divided among ranks.
-    experts: Vec<Option<ExpertPlace>>,
+    experts: Vec<Option<ExpertPlacement>>,
     open_units: Vec<UnitId>,
     /// The parameters that each unit uses, including those of other units.
     used_by: Vec<BTreeSet<ParamId>>,
@@ -324,7 +324,7 @@ impl VarBuilderBackendInner {
     }
 
     /// Checks that a parameter of an expert belongs only to that expert, if experts are divided among ranks.
-    fn check_expert(&self, name: &str, expert: Option<ExpertPlace>) -> Result<()> {
+    fn check_expert(&self, name: &str, expert: Option<ExpertPlacement>) -> Result<()> {
         let Some(registered) = self.by_name.get(name).map(|id| &self.params[*id]) else { return Ok(()) };
         if registered.expert.is_none() && expert.is_none() || registered.unit == self.open_unit() {
             return Ok(());
@@ -371,9 +371,9 @@ impl VarBuilderBackendInner {
             return Err(ParamError::BufferDtype { name: name.into(), found: format!("{dtype:?}") }.into());
         }
         let values = self.source.buffer(name, &shape, init, dtype)?;
-        let held = self.ledger.hold_in(MemoryTier::of(&self.device), MemoryKind::Buffers, values.len());
+        let ledger_entry = self.ledger.hold_in(MemoryTier::of(&self.device), MemoryKind::Buffers, values.len());
         let tensor = bytes::variable(&self.device, dtype, shape, &values)?;
-        self.buffers.push(ModelBuffer { name: name.into(), tensor: tensor.clone(), units: open, held });
+        self.buffers.push(ModelBuffer { name: name.into(), tensor: tensor.clone(), units: open, ledger_entry });
         Ok(tensor)
     }
 
@@ -476,7 +476,7 @@ impl UnitRegistrar for VarBuilderBackend {
             let error = indivisible(ranks, count, layer);
             return Err(inner.fail(error.into()));
         }
-        inner.experts[unit] = (ranks > 1).then(|| ExpertPlace::of(number, count, ranks));
+        inner.experts[unit] = (ranks > 1).then(|| ExpertPlacement::of(number, count, ranks));
         Ok(())
     }
 

@@ -79,7 +79,7 @@ impl RankCore {
     /// # Errors
     /// A failed collective.
     pub fn on_first_rank(&self, parameter: &ModelParameter) -> Result<Option<Flat>> {
-        let values = parameter.local_id.map(|id| self.whole_f32(id)).transpose()?;
+        let values = parameter.local_id.map(|id| self.full_f32(id)).transpose()?;
         let Some(position) = &self.pipeline else { return Ok(values) };
         // The other pipelines, which train on different data, have the same values.
         if parameter.owner == 0 || self.comm.rank() != 0 {

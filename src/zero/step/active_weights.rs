@@ -35,7 +35,7 @@ impl RankCore {
 
     /// Collective: writes the trained weights, or their average, to the model. `steps` has the settings of the last
     /// step, by parameter group.
-    pub fn show_weights(&self, averaged: bool, steps: &[GroupStepSettings<'_>]) -> Result<()> {
+    pub fn publish_weights(&self, averaged: bool, steps: &[GroupStepSettings<'_>]) -> Result<()> {
         let _span = timeline::span(timeline::EventCategory::Optimizer, "show weights");
         self.release_all()?;
         let mut publisher = WeightPublisher::new(self.zero.allgather_bucket_size);
@@ -53,7 +53,8 @@ impl RankCore {
                 let step = ctx.step.saturating_sub(parameter.updates_before.load(Ordering::Relaxed));
                 averaging.trained_weights(&StepContext { step, ..ctx }, param, state, active);
             };
-        sweep(self, &mut groups, &averaged_groups, SweepMode::Show, publish, |slot| publisher.push(self, slot.param))?;
+        let push = |slot: &SubGroupPosition| publisher.push(self, slot.param);
+        sweep(self, &mut groups, &averaged_groups, SweepMode::Publish, publish, push)?;
         drop(groups);
         publisher.finish(self)?;
         self.refresh()

@@ -19,7 +19,7 @@ use crate::memory::{MemoryKind, TrackedBuffer};
 use crate::optim::{GroupStepSettings, ParameterGrouping, StepContext};
 use crate::precision::{ElementBuffer, FlatRef};
 use crate::tensor::flat_buffer::FlatBuffer;
-use crate::tensor::host_slice::with_part;
+use crate::tensor::host_slice::with_host_slice;
 use crate::timeline::{self, TimelineLane};
 use crate::util::{lock, pieces};
 use crate::zero::gpu::host_step_weights::{HostStepWeights, WeightRange};
@@ -91,7 +91,7 @@ impl RankCore {
     pub(super) fn delays_update(&self, steps: &[GroupStepSettings<'_>]) -> bool {
         let after = self.zero.offload_optimizer.as_ref().and_then(|offload| offload.delayed_update_after);
         let step = steps.first().map_or(0, |group| group.ctx.step);
-        after.is_some_and(|after| step > after) && self.hindrance_to_delay().is_none()
+        after.is_some_and(|after| step > after) && self.reason_not_to_delay().is_none()
     }
 
     /// Waits for the thread of the update that has begun, if one has.
@@ -164,7 +164,7 @@ impl RankCore {
             match &group.weights {
                 Some(StateStorage::Memory(weights)) => weights.buffer().read(slot.range(), copy)?,
                 Some(StateStorage::File(_)) => unreachable!("an update of states in files is not delayed"),
-                None => with_part(&self.params[slot.param].tensor, slot.owned.clone(), copy)?,
+                None => with_host_slice(&self.params[slot.param].tensor, slot.owned.clone(), copy)?,
             }
         }
         Ok(())
@@ -177,7 +177,7 @@ impl RankCore {
         for slot in slots.iter() {
             let piece = host_step.as_ref().map_or(usize::MAX, HostStepWeights::piece);
             for part in pieces(slot.owned.len(), piece) {
-                let in_group = slot.at + part.start..slot.at + part.end;
+                let in_group = slot.offset + part.start..slot.offset + part.end;
                 let in_tensor = slot.owned.start + part.start..slot.owned.start + part.end;
                 let values = new.slice(in_group.clone());
                 match (&mut host_step, &mut storage) {

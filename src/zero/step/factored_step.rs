@@ -84,7 +84,7 @@ fn update_with<C: StepBackend>(
         let at = position(core, slot, in_slot.start + range.start);
         optimizer.add_squares(&ctx, at, slice, &mut squares[slot.param]);
     };
-    sweep(core, groups, selected, SweepMode::Look, sum, |_| Ok(()))?;
+    sweep(core, groups, selected, SweepMode::Read, sum, |_| Ok(()))?;
     sum_of_ranks(core, &mut squares)?;
     let update = |slot: &SubGroupPosition, in_slot: Range<usize>, slice: ParamSlice<'_, '_>| {
         let (optimizer, ctx) = factored_optimizer(hyperparameters, slot.param);
@@ -130,7 +130,7 @@ fn take_sums<C: StepBackend>(
             optimizer.add_sums(&ctx, at, grad.slice(range), &mut sums[sums_range.clone()]);
         }
     };
-    sweep(core, groups, &selected, SweepMode::Look, sum, |_| Ok(()))?;
+    sweep(core, groups, &selected, SweepMode::Read, sum, |_| Ok(()))?;
     for sums in sums.chunks_mut(SUMS_PER_MESSAGE) {
         let ranks = core.mesh().by_piece(core.gather_f64(sums.to_vec())?);
         for (i, sum) in sums.iter_mut().enumerate() {

@@ -76,7 +76,7 @@ impl RankCore {
     pub fn take_outer_weights(&self, params: &[ParamId]) -> Result<()> {
         let mut publisher = WeightPublisher::new(self.zero.allgather_bucket_size);
         for param in params {
-            for part in pieces(&self.owned(*param)) {
+            for part in pieces(&self.owned_range(*param)) {
                 let weights = self.state_values(self.outer(OUTER_WEIGHTS), *param, part.clone())?;
                 self.set_values(ParamStateKind::Weights, *param, part, weights)?;
             }
@@ -89,7 +89,7 @@ impl RankCore {
     /// which file access may begin.
     fn for_each_owned_part(&self, mut work: impl FnMut(ParamId, Range<usize>) -> Result<()>) -> Result<()> {
         self.trained_params()
-            .try_for_each(|(param, _)| pieces(&self.owned(param)).try_for_each(|part| work(param, part)))
+            .try_for_each(|(param, _)| pieces(&self.owned_range(param)).try_for_each(|part| work(param, part)))
     }
 
     /// Returns the outer optimizer's state that is called `name`.
@@ -112,7 +112,7 @@ impl RankCore {
     pub fn change_since_exchange(&self, params: &[ParamId], weight: f32, capacity: usize) -> Result<Vec<f32>> {
         let mut change = Vec::with_capacity(capacity);
         for param in params {
-            let (owned, piece) = (self.owned(*param), self.piece_of(*param, self.comm.rank()));
+            let (owned, piece) = (self.owned_range(*param), self.piece_of(*param, self.comm.rank()));
             for part in pieces(&owned) {
                 let overlap = part.start.max(piece.start)..part.end.min(piece.end);
                 if overlap.is_empty() {
@@ -132,7 +132,7 @@ impl RankCore {
     pub fn outer_weights_hash(&self, params: &[ParamId]) -> Result<u64> {
         let mut hash = XxHash3_64::new();
         for param in params {
-            let (owned, piece) = (self.owned(*param), self.piece_of(*param, self.comm.rank()));
+            let (owned, piece) = (self.owned_range(*param), self.piece_of(*param, self.comm.rank()));
             for part in pieces(&owned) {
                 let overlap = part.start.max(piece.start)..part.end.min(piece.end);
                 if !overlap.is_empty() {
@@ -155,7 +155,7 @@ impl RankCore {
         };
         let mut publisher = WeightPublisher::new(self.zero.allgather_bucket_size);
         for param in params {
-            for part in pieces(&self.owned(*param)) {
+            for part in pieces(&self.owned_range(*param)) {
                 let change = match &changes {
                     Some(changes) => changes.for_part(self, *param, &part),
                     None => self.state_values(self.outer(OUTER_CHANGE), *param, part.clone())?,
@@ -173,7 +173,7 @@ impl RankCore {
     pub fn store_change(&self, params: &[ParamId], change: Vec<f32>) -> Result<()> {
         let mut changes = self.changes_of_pieces(params, change)?;
         for param in params {
-            for part in pieces(&self.owned(*param)) {
+            for part in pieces(&self.owned_range(*param)) {
                 let values = changes.for_part(self, *param, &part);
                 self.set_values(self.outer(OUTER_CHANGE), *param, part, values)?;
             }

@@ -71,7 +71,7 @@ pub(crate) fn vote<R: StepExecutor>(
             }
             if let (GradientShare::File { writing, .. }, Some(files)) = (&mut group.grads[slot], core.files()) {
                 // A failing disk is noticed before any weight has changed.
-                writing.take().map_or(Ok(()), |writing| files.written(writing))?;
+                writing.take().map_or(Ok(()), |writing| files.wait_written(writing))?;
             }
         }
         squares.extend(group.slots.iter().map(|slot| slot.param).zip(group.squares()?));
@@ -128,9 +128,9 @@ impl RankCore {
     /// Runs the [`vote`] for this rank. In the first training step, all ranks first check for parameters that no
     /// backward pass has reached.
     pub fn vote(&self, loss: f64, loss_is_finite: bool, requests: RankZeroRequests) -> Result<StepVoteResult> {
-        self.judge_unused()?;
+        self.check_unused()?;
         let accumulate = lock(&self.gradients).accumulate_dtype();
-        vote(self, loss, loss_is_finite, requests, accumulate).map_err(|error| self.naming_what_is_held(error))
+        vote(self, loss, loss_is_finite, requests, accumulate).map_err(|error| self.explain_out_of_memory(error))
     }
 
     /// Runs the [`update`] of this rank's share. `steps` has the settings by parameter group. Returns whether the
@@ -148,19 +148,19 @@ impl RankCore {
             self.begin_update((0..self.params.len()).map(|param| hyperparameters(param).ctx).collect())?;
             return Ok(false);
         }
-        update(&**self, &hyperparameters).map_err(|error| self.naming_what_is_held(error))?;
+        update(&**self, &hyperparameters).map_err(|error| self.explain_out_of_memory(error))?;
         Ok(true)
     }
 
     /// Collective: completes an update that runs while the model computes.
     pub fn settle(&self) -> Result<()> {
         #[cfg(feature = "cuda")]
-        self.end_update().map_err(|error| self.naming_what_is_held(error))?;
+        self.end_update().map_err(|error| self.explain_out_of_memory(error))?;
         Ok(())
     }
 
     /// Returns whether an update has begun whose weights the model does not have yet: the same on all ranks.
-    pub fn is_behind(&self) -> bool {
+    pub fn has_pending_update(&self) -> bool {
         #[cfg(feature = "cuda")]
         return !matches!(*lock(&self.delayed), DelayedUpdate::None);
         #[cfg(not(feature = "cuda"))]
@@ -168,7 +168,7 @@ impl RankCore {
     }
 
     /// Waits for the thread of an update that runs while the model computes, unless the calling thread is panicking.
-    pub fn give_up_update(&self) {
+    pub fn wait_for_abandoned_update(&self) {
         #[cfg(feature = "cuda")]
         if !std::thread::panicking()
             && let Err(error) = self.wait_for_update()
@@ -178,8 +178,8 @@ impl RankCore {
     }
 
     /// Returns the reason why updates cannot be delayed (`offload_optimizer.delayed_update`), or `None` if they can.
-    pub fn hindrance_to_delay(&self) -> Option<&'static str> {
-        if matches!(self.model_place, BufferDevice::Host) {
+    pub fn reason_not_to_delay(&self) -> Option<&'static str> {
+        if matches!(self.model_location, BufferDevice::Host) {
             Some("no GPU runs the model")
         } else if self.share_plan.has_files() {
             Some("states are in files")

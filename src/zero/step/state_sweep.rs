@@ -52,10 +52,10 @@ impl SweepSpan {
     /// Creates a span of an entire slot; if it is in files, the span is extended to an offset at which a request to a
     /// file may end.
     pub fn of_slot<R: StepExecutor>(groups: &[SubGroup<R>], group: usize, slot: usize, mode: SweepMode) -> Self {
-        let SubGroupPosition { at, len, .. } = groups[group].slots[slot];
+        let SubGroupPosition { offset, len, .. } = groups[group].slots[slot];
         let is_in_files = !groups[group].streams(mode).is_empty();
         let len = if is_in_files { len.next_multiple_of(STEP) } else { len };
-        Self { group, range: at..at + len, mode }
+        Self { group, range: offset..offset + len, mode }
     }
 }
 
@@ -105,7 +105,7 @@ impl<'a, C: StepBackend> StateSweep<'a, C> {
         let group = &mut groups[*group];
         let in_files = !group.streams(*mode).is_empty() && !all.is_empty();
         let window_len = if in_files { self.window_len } else { usize::MAX };
-        let mut completed = group.slots.iter().take_while(|slot| slot.at < all.start).count();
+        let mut completed = group.slots.iter().take_while(|slot| slot.offset < all.start).count();
         let mut start = all.start;
         loop {
             let range = start..all.end.min(start.saturating_add(window_len));
@@ -177,7 +177,7 @@ impl StepBackend for RankCore {
         let (piece, mut weights) = (usize::MAX, weights.as_mut());
         // A slot of length 0 belongs to a parameter of an expert on other ranks; the parameter's tensor is absent.
         for (slot, grads) in slots.iter().zip(grads).filter(|(slot, _)| slot.len > 0) {
-            let overlap = slot.at.max(range.start)..slot.range().end.min(range.end);
+            let overlap = slot.offset.max(range.start)..slot.range().end.min(range.end);
             for part in pieces(overlap.len(), piece).map(|part| shifted(&overlap, part)) {
                 let mut staged = window.as_mut().map_or([].iter_mut(), |w| w.staged.iter_mut());
                 let shard = weights.as_mut().filter(|_| mode.has_weights());
@@ -187,7 +187,7 @@ impl StepBackend for RankCore {
                 let moments = moments.iter_mut().filter(|_| mode.has_moments());
                 let moments: Vec<OptimStateView<'_>> =
                     moments.map(|moment| moment.part(&mut staged, part.clone())).collect();
-                let in_slot = part.start - slot.at..part.end - slot.at;
+                let in_slot = part.start - slot.offset..part.end - slot.offset;
                 let mut from_file;
                 let grad = match &*grads {
                     _ if !mode.has_gradients() => FlatRef::F32(&[]),

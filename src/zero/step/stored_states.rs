@@ -60,7 +60,7 @@ pub(in crate::zero) fn room<R: StepExecutor>(
     elements: usize,
 ) -> usize {
     let weights = mode.has_weights() && group.master.is_none() && dtype != DType::F32;
-    let moments = group.moments.iter().filter(|moment| OptimStateView::needs_room(moment.format)).count();
+    let moments = group.moments.iter().filter(|moment| OptimStateView::needs_scratch(moment.format)).count();
     let states = usize::from(weights) + if mode.has_moments() { moments } else { 0 };
     states * elements.min(PIECE) * size_of::<f32>()
 }

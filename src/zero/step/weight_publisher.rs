@@ -44,7 +44,7 @@ impl<R: StepExecutor> WeightPublisher<R> {
     /// Ends the publication, once all shards are up to date: sends the remaining shards, and waits for all pending
     /// publications.
     pub fn finish(mut self, core: &R) -> Result<()> {
-        for batch in self.buckets.rest() {
+        for batch in self.buckets.take_rest() {
             self.launch(core, batch)?;
         }
         self.install(core, 0)
@@ -56,11 +56,11 @@ impl<R: StepExecutor> WeightPublisher<R> {
 
     fn launch_group(&mut self, core: &R, params: Vec<ParamId>) -> Result<()> {
         let layout = CoalescedLayout::of_weights(params, core.params(), core.mesh(), WireFormat::Exact);
-        let _about = timeline::about(|| core.names(&layout.params));
+        let _subject = timeline::set_subject(|| core.names(&layout.params));
         let (mesh, number) = (layout.mesh, core.rank_among(&layout.params));
         // The chunks of the other ranks arrive in the same buffer.
         let room = layout.chunk * mesh.shards();
-        let mut shards = R::Buffer::with_capacity(core.model_place(), layout.dtype(core.dtype()), room)?;
+        let mut shards = R::Buffer::with_capacity(core.model_location(), layout.dtype(core.dtype()), room)?;
         for param in layout.params.iter().map(|p| &core.params()[*p]) {
             let shard = param.shard(mesh, mesh.shard_of(number));
             let padding = param.shard_len(mesh) - shard.len();
@@ -70,7 +70,7 @@ impl<R: StepExecutor> WeightPublisher<R> {
         let held = core.hold(MemoryKind::Buckets, &shards);
         let pending = core.gather(WireFormat::Exact, shards, &layout.params)?;
         let first = &core.params()[layout.params[0]];
-        self.buckets.launched(PendingPublication { layout, pending, held }, first);
+        self.buckets.push_pending(PendingPublication { layout, pending, held }, first);
         self.install(core, IN_FLIGHT - 1)
     }
 

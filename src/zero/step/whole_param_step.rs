@@ -68,7 +68,7 @@ pub(super) fn trust_ratios<C: StepBackend>(
                 layerwise.add_squares(&ctx, &param[range.clone()], grad.slice(range), &state, squares);
             }
         };
-    sweep(core, groups, &selected, SweepMode::Look, sum, |_| Ok(()))?;
+    sweep(core, groups, &selected, SweepMode::Read, sum, |_| Ok(()))?;
     sum_of_ranks(core, &mut squares)?;
     let ratio = |(param, squares): (usize, SquareSums)| {
         let GroupStepSettings { optimizer, ctx } = hyperparameters(param);
@@ -105,7 +105,7 @@ pub(super) fn update_whole<C: StepBackend>(
     let shape = |param: usize| core.params()[param].shape.dims();
     let mut items: Vec<(SlotIndex, &dyn WholeParameterOptimizer, u128)> = Vec::new();
     for (group, sub_group) in groups.iter().enumerate() {
-        let Some(OptimizerNeeds::Whole(whole_optimizer)) = needs(sub_group, hyperparameters) else { continue };
+        let Some(OptimizerNeeds::WholeParameter(whole_optimizer)) = needs(sub_group, hyperparameters) else { continue };
         let slots = sub_group.slots.iter().enumerate();
         items.extend(slots.map(|(slot, SubGroupPosition { param, .. })| {
             (SlotIndex { group, slot }, whole_optimizer, whole_optimizer.cost(shape(*param)))
@@ -172,18 +172,19 @@ fn rough_direction<C: StepBackend>(
     let (numel, shard_len) = (core.params()[param].numel, core.params()[param].shard_len(mesh));
     // Room for all shards, padding included: the other ranks' shards arrive in the same buffer.
     let room = shard_len * mesh.shards();
-    let mut values = C::Buffer::with_capacity(core.share_place(), DType::F32, room)?;
+    let mut values = C::Buffer::with_capacity(core.share_location(), DType::F32, room)?;
     let _held = core.hold(MemoryKind::Buckets, &values);
     values.extend_zeros(owned.len())?;
-    let mut momentum = |slot: &SubGroupPosition,
-                        in_slot: Range<usize>,
-                        ParamSlice { grad, state, .. }: ParamSlice<'_, '_>| {
-        let GroupStepSettings { optimizer, ctx } = hyperparameters(slot.param);
-        let OptimizerNeeds::Whole(whole_optimizer) = optimizer.needs() else { unreachable!("the others are left out") };
-        if let Some(values) = values.values_mut() {
-            whole_optimizer.momentum(&ctx, grad, state, as_f32(values.slice(in_slot)));
-        }
-    };
+    let mut momentum =
+        |slot: &SubGroupPosition, in_slot: Range<usize>, ParamSlice { grad, state, .. }: ParamSlice<'_, '_>| {
+            let GroupStepSettings { optimizer, ctx } = hyperparameters(slot.param);
+            let OptimizerNeeds::WholeParameter(whole_optimizer) = optimizer.needs() else {
+                unreachable!("the others are left out")
+            };
+            if let Some(values) = values.values_mut() {
+                whole_optimizer.momentum(&ctx, grad, state, as_f32(values.slice(in_slot)));
+            }
+        };
     sweep.visit(groups, span, &mut momentum, |_| Ok(()))?;
     if core.placement().optim.is_sharded() {
         values.extend_zeros(shard_len - owned.len())?;
@@ -205,7 +206,7 @@ fn own_direction<C: StepBackend>(
     let mut direction = match full {
         Some(full) => full,
         None => {
-            let values = C::Buffer::zeros(core.share_place(), DType::F32, padded)?;
+            let values = C::Buffer::zeros(core.share_location(), DType::F32, padded)?;
             DirectionBuffer { _held: core.hold(MemoryKind::Buckets, &values), values }
         }
     };

@@ -69,7 +69,7 @@ pub(crate) fn windows_tier(zero: &ZeroConfig, kind: CopyPayloadKind) -> MemoryTi
 
 /// A buffer that is being copied, or that is already in the right place.
 pub(crate) enum DeviceCopy {
-    There(FlatBuffer),
+    Complete(FlatBuffer),
     #[cfg(feature = "cuda")]
     ToHost(PendingCopy<Flat>, [MemoryLedgerEntry; 2]),
     #[cfg(feature = "cuda")]
@@ -83,7 +83,7 @@ impl DeviceCopy {
     /// A driver error.
     pub fn wait(self) -> Result<FlatBuffer> {
         match self {
-            Self::There(buffer) => Ok(buffer),
+            Self::Complete(buffer) => Ok(buffer),
             #[cfg(feature = "cuda")]
             Self::ToHost(copying, _held) => Ok(FlatBuffer::Host(copying.wait()?)),
             #[cfg(feature = "cuda")]
@@ -143,7 +143,7 @@ impl DeviceCopyQueues {
                 let held = [hold(MemoryTier::Host, source_bytes), hold(MemoryTier::Device, capacity.max(len) * size)];
                 Ok(DeviceCopy::ToDevice(self.queue(kind)?.up(device, buffer, capacity)?, held))
             }
-            (buffer, _) => Ok(DeviceCopy::There(buffer)),
+            (buffer, _) => Ok(DeviceCopy::Complete(buffer)),
         }
     }
 

@@ -35,20 +35,20 @@ use std::time::{Duration, Instant};
 static ALLOCATOR: SandboxAllocator = SandboxAllocator;
 
 /// The maximum CPU time of a case.
-const MOST_TIME: Duration = Duration::from_secs(10);
+const MAX_CPU_TIME: Duration = Duration::from_secs(10);
 /// The maximum wall-clock time of a case: a case may wait, but not forever.
-const MOST_WAITING: Duration = Duration::from_secs(60);
+const MAX_WALL_TIME: Duration = Duration::from_secs(60);
 /// The maximum resident memory of a process.
-const MOST_MEMORY: u64 = 1 << 30;
+const MAX_MEMORY: u64 = 1 << 30;
 /// The maximum address space. An allocation beyond this limit fails, as a much larger allocation would on any machine.
-const MOST_ADDRESSES: u64 = 16 << 30;
+const MAX_ADDRESS_SPACE: u64 = 16 << 30;
 /// The time available for reducing a failing input.
-const MINIMIZING: Duration = Duration::from_secs(15);
+const MINIMIZATION_TIME: Duration = Duration::from_secs(15);
 /// The maximum number of failures that are written for a target.
-const MOST_FAILURES: usize = 8;
+const MAX_FAILURES: usize = 8;
 
 /// The maximum length of the messages that are printed about a failure.
-const LONGEST_TEXT: usize = 3000;
+const MAX_TEXT_LENGTH: usize = 3000;
 
 /// The exit code of a process after a panic.
 const EXIT_PANIC: i32 = 101;
@@ -207,7 +207,7 @@ impl Progress {
 
 /// Limits the resources of this process, and makes every panic end it, even if candle-zero would catch the panic.
 fn prepare_worker() {
-    let limit = libc::rlimit { rlim_cur: MOST_ADDRESSES, rlim_max: MOST_ADDRESSES };
+    let limit = libc::rlimit { rlim_cur: MAX_ADDRESS_SPACE, rlim_max: MAX_ADDRESS_SPACE };
     let no_core = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: both limits are valid, and are only read.
     unsafe {
@@ -234,7 +234,7 @@ fn peak_memory() -> u64 {
 
 fn check_memory() {
     let peak = peak_memory();
-    if peak > MOST_MEMORY {
+    if peak > MAX_MEMORY {
         eprintln!("{} MiB of memory", peak >> 20);
         std::process::exit(EXIT_MEMORY);
     }
@@ -244,7 +244,7 @@ fn run_input(options: &Options, input: &Path) -> ExitCode {
     let target = options.targets[0];
     let data = fs::read(input).expect("a readable input");
     prepare_worker();
-    let is_accepted = on_usual_stack(move || (target.run)(&data));
+    let is_accepted = on_default_stack(move || (target.run)(&data));
     check_memory();
     println!("{}", if is_accepted { "accepted" } else { "refused" });
     ExitCode::SUCCESS
@@ -257,7 +257,7 @@ fn run_cases(options: &Options) -> ExitCode {
     let file = File::create(Progress::path()).expect("a writable file");
     progress.write(&file);
     prepare_worker();
-    on_usual_stack(move || {
+    on_default_stack(move || {
         let seeds = (target.seeds)();
         while Instant::now() < end {
             progress.write(&file);
@@ -278,7 +278,7 @@ fn run_cases(options: &Options) -> ExitCode {
 }
 
 /// Runs `work` on a thread with a stack of the default size, the smallest with which candle-zero runs.
-fn on_usual_stack<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+fn on_default_stack<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     std::thread::spawn(work).join().unwrap_or_else(|_| std::process::exit(EXIT_PANIC))
 }
 
@@ -352,12 +352,12 @@ impl Worker {
             if case.0 != done {
                 case = (done, Instant::now(), computed);
             }
-            let problem = if memory > 2 * MOST_MEMORY {
+            let problem = if memory > 2 * MAX_MEMORY {
                 format!("memory of {} MiB or more", memory >> 20)
-            } else if computed.saturating_sub(case.2) > MOST_TIME {
-                format!("a case of more than {} s of processor time", MOST_TIME.as_secs())
-            } else if case.1.elapsed() > MOST_WAITING {
-                format!("a case of more than {} s", MOST_WAITING.as_secs())
+            } else if computed.saturating_sub(case.2) > MAX_CPU_TIME {
+                format!("a case of more than {} s of processor time", MAX_CPU_TIME.as_secs())
+            } else if case.1.elapsed() > MAX_WALL_TIME {
+                format!("a case of more than {} s", MAX_WALL_TIME.as_secs())
             } else {
                 continue;
             };
@@ -407,9 +407,9 @@ fn try_input(target: &Target, data: &[u8]) -> Option<Failure> {
     }
 }
 
-/// Shrinks a failing input by leaving out parts of it, for at most [`MINIMIZING`].
-fn minimized(target: &Target, data: Vec<u8>, signature: &str) -> Vec<u8> {
-    let end = Instant::now() + MINIMIZING;
+/// Shrinks a failing input by leaving out parts of it, for at most [`MINIMIZATION_TIME`].
+fn minimize(target: &Target, data: Vec<u8>, signature: &str) -> Vec<u8> {
+    let end = Instant::now() + MINIMIZATION_TIME;
     let mut data = data;
     let mut size = data.len().div_ceil(2);
     while size > 0 && Instant::now() < end {
@@ -446,13 +446,13 @@ fn run_target(target: &Target, options: &Options, part: u64, parts: u64) -> Targ
     let mut result = TargetResult::default();
     let mut next = options.first + part;
     loop {
-        let left = options.seconds - result.seconds;
-        if left <= 0.0 || result.failures.len() >= MOST_FAILURES {
+        let remaining = options.seconds - result.seconds;
+        if remaining <= 0.0 || result.failures.len() >= MAX_FAILURES {
             break;
         }
         let start = Instant::now();
         let [seconds, seed, first, step] = [
-            ("--seconds", left.to_string()),
+            ("--seconds", remaining.to_string()),
             ("--seed", options.seed.to_string()),
             ("--first", next.to_string()),
             ("--step", parts.to_string()),
@@ -484,21 +484,21 @@ fn report(target: &Target, options: &Options, case: u64, failure: Failure) {
     let seed = options.seed;
     // Some targets' seeds are also written to the folder of this process, which is removed at the end.
     let data = mutator::input(target, &(target.seeds)(), seed, case);
-    let alone = try_input(target, &data);
+    let reproduced = try_input(target, &data);
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("artifacts");
     let path = folder.join(format!("{}-{seed}-{case}.bin", target.name));
-    let data = match &alone {
-        Some(failure) => minimized(target, data, &failure.signature),
+    let data = match &reproduced {
+        Some(failure) => minimize(target, data, &failure.signature),
         None => data,
     };
     let written = fs::create_dir_all(&folder).and_then(|()| fs::write(&path, &data));
-    let text: String = failure.text.trim_end().chars().take(LONGEST_TEXT).collect();
+    let text: String = failure.text.trim_end().chars().take(MAX_TEXT_LENGTH).collect();
     println!("\n{}: case {case} of seed {seed}: {text}", target.name);
     if let Err(error) = written {
         println!("{}: {error}", path.display());
     }
     let command = "cargo run --release --manifest-path tests/fuzz/Cargo.toml --";
-    match alone {
+    match reproduced {
         Some(_) => println!(
             "repeat: {command} --target {} --input tests/fuzz/artifacts/{}",
             target.name,
@@ -521,9 +521,9 @@ fn find_planted() -> ExitCode {
 }
 
 fn run_targets(options: &Options) -> ExitCode {
-    let own = scratch::create().expect("a temporary folder");
+    let folder = scratch::create().expect("a temporary folder");
     // SAFETY: no other thread runs yet.
-    unsafe { std::env::set_var(scratch::FOLDER, own.path()) };
+    unsafe { std::env::set_var(scratch::FOLDER, folder.path()) };
     let parts = if options.targets.len() == 1 { options.jobs as u64 } else { 1 };
     let tasks: Vec<(usize, u64)> =
         (0..options.targets.len()).flat_map(|target| (0..parts).map(move |part| (target, part))).collect();

@@ -4,7 +4,7 @@ use crate::random::Random;
 use crate::targets::Target;
 
 /// The maximum size of an input in bytes.
-const LONGEST: usize = 1 << 20;
+const MAX_INPUT_LENGTH: usize = 1 << 20;
 
 /// Numbers at which arithmetic often goes wrong.
 const INTEGERS: [u64; 20] = [
@@ -69,13 +69,13 @@ pub fn input(target: &Target, seeds: &[Vec<u8>], seed: u64, case: u64) -> Vec<u8
     for _ in 0..changes {
         change(&mut data, &mut random, seeds, target.words);
     }
-    data.truncate(LONGEST);
+    data.truncate(MAX_INPUT_LENGTH);
     data
 }
 
 /// Returns a random position from 0 to `length`. Headers are at the beginning or the end of a file, so half of the
-/// positions are near these places.
-fn place(random: &mut Random, length: usize) -> usize {
+/// positions are near one of them.
+fn position(random: &mut Random, length: usize) -> usize {
     match random.below(4) {
         0 => random.below((length + 1).min(256)),
         1 => length - random.below((length + 1).min(1024)),
@@ -85,7 +85,7 @@ fn place(random: &mut Random, length: usize) -> usize {
 
 /// Returns a random range of at most `longest` bytes in data of `length` bytes.
 fn piece(random: &mut Random, length: usize, longest: usize) -> std::ops::Range<usize> {
-    let start = place(random, length);
+    let start = position(random, length);
     start..start + random.below((length - start + 1).min(longest + 1))
 }
 
@@ -96,7 +96,7 @@ fn word<'a>(random: &mut Random, words: &[&[&'a str]]) -> &'a str {
 }
 
 fn change(data: &mut Vec<u8>, random: &mut Random, seeds: &[Vec<u8>], words: &[&[&str]]) {
-    let at = place(random, data.len());
+    let at = position(random, data.len());
     match random.below(if words.is_empty() { 11 } else { 15 }) {
         0 | 1 => {
             if let Some(byte) = data.get_mut(at) {
@@ -128,7 +128,7 @@ fn change(data: &mut Vec<u8>, random: &mut Random, seeds: &[Vec<u8>], words: &[&
         }
         10 => {
             let moved: Vec<u8> = data.drain(piece(random, data.len(), 256)).collect();
-            let at = place(random, data.len());
+            let at = position(random, data.len());
             drop(data.splice(at..at, moved));
         }
         11 | 12 => number(data, random, at),
@@ -146,11 +146,11 @@ fn change(data: &mut Vec<u8>, random: &mut Random, seeds: &[Vec<u8>], words: &[&
 /// Replaces the data from some position on with the rest of a seed, or a piece of the data with a piece of the seed.
 fn splice(data: &mut Vec<u8>, random: &mut Random, other: &[u8]) {
     if random.below(2) == 0 {
-        data.truncate(place(random, data.len()));
-        data.extend_from_slice(&other[place(random, other.len())..]);
+        data.truncate(position(random, data.len()));
+        data.extend_from_slice(&other[position(random, other.len())..]);
     } else {
-        let (own, theirs) = (piece(random, data.len(), 512), piece(random, other.len(), 512));
-        drop(data.splice(own, other[theirs].iter().copied()));
+        let (replaced, source) = (piece(random, data.len(), 512), piece(random, other.len(), 512));
+        drop(data.splice(replaced, other[source].iter().copied()));
     }
 }
 

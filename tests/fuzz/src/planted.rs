@@ -1,5 +1,5 @@
-//! Targets with faults, which the driver must find. For other targets, `words` are inserted into inputs; here, they are the
-//! possible beginnings of a correct report of the fault.
+//! Targets with faults, which the driver must find. For other targets, `words` are inserted into inputs; here, they are
+//! the possible beginnings of a correct report of the fault.
 
 use crate::targets::Target;
 use std::hint::black_box;

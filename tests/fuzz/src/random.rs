@@ -24,8 +24,8 @@ impl Random {
         (self.next() % (end.max(1) as u64)) as usize
     }
 
-    /// Returns one of the values in `of`.
-    pub fn one<'a, T: ?Sized>(&mut self, of: &[&'a T]) -> &'a T {
-        of[self.below(of.len())]
+    /// Returns one of the values in `values`.
+    pub fn one<'a, T: ?Sized>(&mut self, values: &[&'a T]) -> &'a T {
+        values[self.below(values.len())]
     }
 }

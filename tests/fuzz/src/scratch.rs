@@ -3,10 +3,10 @@
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-/// The variable that names the folder of a process. The driver sets it, and removes the folder afterwards.
+/// The environment variable that names the folder of a process. The driver sets it, and removes the folder afterwards.
 pub const FOLDER: &str = "CANDLE_ZERO_FUZZ_FOLDER";
 
-/// Creates a folder in memory if the system has a place for it, otherwise on the disk.
+/// Creates a folder in memory (/dev/shm) if the system has it, and on the disk otherwise.
 ///
 /// # Errors
 /// Fails if the folder cannot be created.

@@ -101,12 +101,12 @@ fn gradients_leave_while_backward_runs_and_weights_come_back_while_the_next_are_
         all.map(|event| (number(event, "ts"), number(event, "ts") + number(event, "dur"))).collect()
     };
     // Counts the copies named `copy` that began while work named `work` was running.
-    let beside = |copy: &str, work: &str| {
+    let overlapping = |copy: &str, work: &str| {
         let work = times(work);
         times(copy).iter().filter(|copy| work.iter().any(|work| work.0 < copy.0 && copy.0 < work.1)).count()
     };
-    assert!(beside("to the host", "backward") > 0, "{events}");
-    assert!(beside("to the GPU", "sub-group") > 0, "{events}");
+    assert!(overlapping("to the host", "backward") > 0, "{events}");
+    assert!(overlapping("to the GPU", "sub-group") > 0, "{events}");
 }
 
 /// Returns the losses on one batch, and the file that is exported after the last step.
@@ -260,7 +260,7 @@ fn what_is_read_saved_loaded_or_set_while_an_update_is_delayed_is_of_the_weights
             read(engine)
         });
         let folder = tempfile::tempdir().unwrap();
-        let went_on = on_two(true, &|engine| {
+        let continued = on_two(true, &|engine| {
             let updated = &updated[engine.rank()];
             let first = steps(engine, 1)?[0];
             if engine.rank() == 0 {
@@ -289,6 +289,6 @@ fn what_is_read_saved_loaded_or_set_while_an_update_is_delayed_is_of_the_weights
             engine.load_checkpoint(folder.path(), None, &all)?;
             steps(engine, 3)
         });
-        assert_eq!(went_on, fresh, "{what}");
+        assert_eq!(continued, fresh, "{what}");
     }
 }

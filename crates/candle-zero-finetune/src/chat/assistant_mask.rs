@@ -59,7 +59,7 @@ pub(crate) struct TracedConversation {
     /// The index of the message that each target belongs to, if known.
     pub owners: Vec<Option<usize>>,
     /// The indices of the assistant's messages whose end is not trained on.
-    pub endless: Vec<usize>,
+    pub without_end: Vec<usize>,
     pub(super) trace: Option<MessageSpans>,
 }
 
@@ -186,14 +186,14 @@ pub(super) fn find(
     let text = template.render_messages(&conversation.messages, conversation, false, false)?;
     let answers: Vec<usize> = (0..conversation.len()).filter(|i| conversation.is_assistant(*i)).collect();
     let trace = trace_messages(template, turns, conversation, &text)?;
-    let (mut targets, mut endless) = (vec![], vec![]);
+    let (mut targets, mut without_end) = (vec![], vec![]);
     for answer in answers {
         let (target, has_end) = turns
             .target(&text, &trace.points, answer)
             .ok_or(FinetuneError::Spans { message: answer + 1, reason: "the template does not render its content" })?;
         targets.push((target, answer));
         if !has_end {
-            endless.push(answer);
+            without_end.push(answer);
         }
     }
     targets.sort_by_key(|(target, _)| target.start);
@@ -202,11 +202,11 @@ pub(super) fn find(
         return Err(FinetuneError::Spans { message: pair[0].1 + 1, reason });
     }
     let (targets, owners) = targets.into_iter().map(|(target, answer)| (target, Some(answer))).unzip();
-    Ok(TracedConversation { rendered: RenderedConversation { text, targets }, owners, endless, trace: Some(trace) })
+    Ok(TracedConversation { rendered: RenderedConversation { text, targets }, owners, without_end, trace: Some(trace) })
 }
 
 /// Does the same as [`find`] for a template with generation markers, which define the targets.
-pub(super) fn of_markers(
+pub(super) fn find_by_markers(
     template: &impl ChatRenderer,
     turns: &TurnMarkers,
     conversation: &Conversation,
@@ -223,11 +223,11 @@ pub(super) fn of_markers(
         let last = trace.points.iter().filter(|point| point.message == message).map(|point| point.at).max();
         end.zip(last).is_none_or(|(end, last)| end > last)
     };
-    let endless = trace.iter().flat_map(|trace| {
+    let without_end = trace.iter().flat_map(|trace| {
         (0..conversation.len()).filter(|i| conversation.is_assistant(*i) && !has_end(trace, *i)).collect::<Vec<_>>()
     });
-    let endless = endless.collect();
-    Ok(TracedConversation { rendered, owners, endless, trace })
+    let without_end = without_end.collect();
+    Ok(TracedConversation { rendered, owners, without_end, trace })
 }
 
 /// Returns the message of each marked range, derived from the number of ranges that occur up to each answer.
@@ -388,7 +388,7 @@ pub(super) struct MarkedText {
 
 impl MarkedText {
     /// Returns the text's range in the rendered text, if both ends are in it.
-    pub(super) fn place(&self) -> Option<Range<usize>> {
+    pub(super) fn rendered_range(&self) -> Option<Range<usize>> {
         match (&self.halves, self.mark_positions) {
             (Some((head, tail)), [Some(at), _]) => Some(at.saturating_sub(head.len())..at + tail.len()),
             (None, [Some(start), Some(end)]) if start <= end => Some(start..end),
@@ -397,7 +397,7 @@ impl MarkedText {
     }
 
     /// Returns whether either end of the text is in the rendered text.
-    pub(super) fn is_there(&self) -> bool {
+    pub(super) fn is_rendered(&self) -> bool {
         self.mark_positions.iter().any(Option::is_some)
     }
 }

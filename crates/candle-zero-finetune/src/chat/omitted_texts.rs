@@ -8,7 +8,7 @@ use minijinja::value::ValueKind;
 #[derive(Debug, Default)]
 pub(crate) struct OmittedTexts {
     /// Answers that are not written at all, with the keys of their texts.
-    pub lost: Vec<(usize, String)>,
+    pub omitted_answers: Vec<(usize, String)>,
     /// Other remarks, each the predicate of a sentence about records, beginning with a verb in the plural.
     pub remarks: Vec<String>,
 }
@@ -69,16 +69,16 @@ impl OmittedTexts {
             .collect();
         for (key, text, marked_text) in texts_of(conversation, traced, message) {
             let extent = extent(&text, marked_text, traced, &trained_text);
-            let is_learned = |marked_text: &MarkedText| {
-                let Some(place) = marked_text.place() else { return true };
+            let is_trained_on = |marked_text: &MarkedText| {
+                let Some(range) = marked_text.rendered_range() else { return true };
                 own_targets
                     .iter()
-                    .any(|target| target.start < place.end.max(place.start + 1) && place.start < target.end)
+                    .any(|target| target.start < range.end.max(range.start + 1) && range.start < target.end)
             };
             if is_certain
                 && extent != RenderedExtent::None
                 && !own_targets.is_empty()
-                && !marked_text.is_none_or(is_learned)
+                && !marked_text.is_none_or(is_trained_on)
             {
                 self.add_remark(format!("have {key} that is written but not trained on"));
             }
@@ -94,7 +94,7 @@ impl OmittedTexts {
         if parts.iter().all(|(_, _, extent)| *extent == RenderedExtent::None) {
             let mut keys: Vec<String> = parts.into_iter().map(|(key, _, _)| key).collect();
             keys.dedup();
-            self.lost.push((message, keys.join(" and ")));
+            self.omitted_answers.push((message, keys.join(" and ")));
             return;
         }
         for (key, text, extent) in parts {
@@ -154,8 +154,8 @@ fn texts_of<'a>(
 /// contains.
 fn extent(text: &str, marked_text: Option<&MarkedText>, traced: &TracedConversation, within: &str) -> RenderedExtent {
     let text = text.trim();
-    if let Some(place) = marked_text.and_then(MarkedText::place)
-        && let Some(written) = traced.rendered.text.get(place)
+    if let Some(range) = marked_text.and_then(MarkedText::rendered_range)
+        && let Some(written) = traced.rendered.text.get(range)
     {
         let escaped = || serde_json::from_str::<String>(&format!("\"{written}\"")).ok();
         if written.trim() == text || escaped().is_some_and(|plain| plain.trim() == text) {
@@ -167,14 +167,14 @@ fn extent(text: &str, marked_text: Option<&MarkedText>, traced: &TracedConversat
         pieces = pieces.into_iter().flat_map(|piece| piece.split(tag)).collect();
     }
     pieces.retain(|piece| !piece.trim().is_empty());
-    let is_there = |piece: &&str| {
+    let is_rendered = |piece: &&str| {
         let piece = piece.trim();
         let json = || serde_json::to_string(piece).unwrap_or_default();
         within.contains(piece) || within.contains(json().trim_matches('"'))
     };
-    match pieces.iter().filter(|piece| is_there(piece)).count() {
+    match pieces.iter().filter(|piece| is_rendered(piece)).count() {
         count if count == pieces.len() => RenderedExtent::All,
-        0 if !marked_text.is_some_and(MarkedText::is_there) => RenderedExtent::None,
+        0 if !marked_text.is_some_and(MarkedText::is_rendered) => RenderedExtent::None,
         _ => RenderedExtent::Some,
     }
 }

@@ -14,7 +14,7 @@ use crate::error::FinetuneError;
 use crate::error::{Error, Result};
 use crate::gguf::weight_reader::GgufFile;
 use candle_zero::files;
-use candle_zero::untrusted_work::{SandboxSubject, within};
+use candle_zero::untrusted_work::{SandboxSubject, run_sandboxed};
 use candle_zero::util::lock;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Value, ValueKind};
@@ -87,7 +87,7 @@ impl Template {
         let mut environment = environment().map_err(syntax)?;
         let subject = SandboxSubject::new(&*name);
         let add = || environment.add_template_owned(TEMPLATE_NAME, with_filters);
-        within(&subject, source.len(), add)
+        run_sandboxed(&subject, source.len(), add)
             .map_err(|reason| FinetuneError::TemplateSyntax { reason })?
             .map_err(syntax)?;
         let environments = FUEL_LIMITS.map(|fuel| {
@@ -251,7 +251,7 @@ impl Template {
             }
         };
         template.render_adapted(conversation, &|conversation| match template.has_markers {
-            true => assistant_mask::of_markers(template, turns, conversation),
+            true => assistant_mask::find_by_markers(template, turns, conversation),
             false => assistant_mask::find(template, turns, conversation),
         })
     }
@@ -297,8 +297,8 @@ impl Template {
 
     /// Returns whether the message has a call whose arguments are a text that the template encodes as JSON a second
     /// time.
-    pub(crate) fn keeps_text(&self, message: &Value) -> bool {
-        self.tool_use.as_deref().unwrap_or(self).capabilities.keeps_text(message)
+    pub(crate) fn double_encodes_arguments(&self, message: &Value) -> bool {
+        self.tool_use.as_deref().unwrap_or(self).capabilities.double_encodes_arguments(message)
     }
 
     /// Returns a number that changes with the template, its variables (including the special tokens) and the tokens
@@ -344,7 +344,7 @@ impl ChatRenderer for Template {
         let variables = self.variables.iter().chain(&conversation.variables);
         let variables = variables.map(|(name, value)| (name.as_str(), value.clone()));
         let values = Value::from_pairs(defaults.into_iter().chain(variables).chain(arguments));
-        let rendered = within(&self.subject, bytes, || template.render(values));
+        let rendered = run_sandboxed(&self.subject, bytes, || template.render(values));
         rendered.map_err(|reason| FinetuneError::TemplateRefuses { reason })?.map_err(refused)
     }
 }

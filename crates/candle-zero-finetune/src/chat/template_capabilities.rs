@@ -72,7 +72,7 @@ impl TemplateCapabilities {
 
     /// Returns whether a call's arguments are a string that is not a JSON object and therefore stays a string, although
     /// the template expects an object.
-    pub(super) fn keeps_text(self, message: &Value) -> bool {
+    pub(super) fn double_encodes_arguments(self, message: &Value) -> bool {
         let calls = field(message, "tool_calls");
         let is_text = |call: Value| {
             let inner = field(&call, "function");

@@ -4,7 +4,7 @@ use super::encode_cache::{EncodedText, SafeSplitter};
 use super::tokenizer_files::TokenizerFiles;
 use crate::error::FinetuneError;
 use crate::error::Result;
-use candle_zero::untrusted_work::{SandboxSubject, within};
+use candle_zero::untrusted_work::{SandboxSubject, run_sandboxed};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -26,7 +26,7 @@ pub struct Tokenizer {
     tokens: SpecialTokens,
     splitter: Option<SafeSplitter>,
     /// The tokens that the tokenizer itself adds before and after a text: BOS, or `[CLS]` and `[SEP]`.
-    around: (Vec<u32>, Vec<u32>),
+    prefix_and_suffix: (Vec<u32>, Vec<u32>),
     fingerprint: u64,
     /// The tokenizer's file, as the sandbox names it in errors.
     subject: SandboxSubject,
@@ -90,13 +90,13 @@ impl Tokenizer {
             if let Some(problem) = problem_of_added_tokens(&inner)? {
                 return Err(problem.into());
             }
-            let around = added_around(&inner)?;
+            let prefix_and_suffix = added_prefix_and_suffix(&inner)?;
             inner.with_post_processor(None::<PostProcessorWrapper>);
-            Ok((inner, around))
+            Ok((inner, prefix_and_suffix))
         };
-        let loaded =
-            within(&subject, bytes.len() / 8, load).map_err(|panic| wrong(format!("it is damaged ({panic})")))?;
-        let (inner, mut around) = loaded.map_err(|e| wrong(e.to_string()))?;
+        let loaded = run_sandboxed(&subject, bytes.len() / 8, load)
+            .map_err(|panic| wrong(format!("it is damaged ({panic})")))?;
+        let (inner, mut prefix_and_suffix) = loaded.map_err(|e| wrong(e.to_string()))?;
         let tokens = SpecialTokens::of(&[&config, &map]);
         for name in ["bos_token", "eos_token", "pad_token"] {
             if let Some(token) = tokens.get(name).filter(|token| inner.token_to_id(token).is_none()) {
@@ -105,12 +105,13 @@ impl Tokenizer {
         }
         let id = |name: &str| tokens.get(name).and_then(|token| inner.token_to_id(token));
         let flag = |key: &str| config.get(key).and_then(Value::as_bool);
-        around.0 = with_token(around.0, id("bos_token"), flag("add_bos_token"));
-        around.1 = with_token(around.1, id("eos_token"), flag("add_eos_token"));
+        prefix_and_suffix.0 = with_token(prefix_and_suffix.0, id("bos_token"), flag("add_bos_token"));
+        prefix_and_suffix.1 = with_token(prefix_and_suffix.1, id("eos_token"), flag("add_eos_token"));
         let file_hash = twox_hash::XxHash3_64::oneshot(&bytes);
         let splitter = SafeSplitter::of(&inner, file_hash);
-        let fingerprint = twox_hash::XxHash3_64::oneshot(format!("{file_hash:x} {tokens:?} {around:?}").as_bytes());
-        Ok(Self { inner, splitter, tokens, around, fingerprint, subject })
+        let hashed = format!("{file_hash:x} {tokens:?} {prefix_and_suffix:?}");
+        let fingerprint = twox_hash::XxHash3_64::oneshot(hashed.as_bytes());
+        Ok(Self { inner, splitter, tokens, prefix_and_suffix, fingerprint, subject })
     }
 
     /// Returns whether texts are encoded in pieces.
@@ -138,7 +139,7 @@ impl Tokenizer {
                 format!("a text that cannot be split may have at most {MAX_TEXT_BYTES} bytes; shorten the record");
             return Err(wrong(reason).into());
         }
-        let encoded = within(&self.subject, text.len(), || self.inner.encode(text, false)).map_err(wrong)?;
+        let encoded = run_sandboxed(&self.subject, text.len(), || self.inner.encode(text, false)).map_err(wrong)?;
         let encoding = encoded.map_err(|e| wrong(e.to_string()))?;
         Ok(EncodedText { ids: encoding.get_ids().to_vec(), offsets: encoding.get_offsets().to_vec() })
     }
@@ -150,7 +151,7 @@ impl Tokenizer {
     pub fn decode(&self, ids: &[u32], skip_special_tokens: bool) -> Result<String> {
         let wrong = |reason: String| FinetuneError::Decode { reason };
         let decode = || self.inner.decode(ids, skip_special_tokens);
-        let decoded = within(&self.subject, ids.len(), decode).map_err(wrong)?;
+        let decoded = run_sandboxed(&self.subject, ids.len(), decode).map_err(wrong)?;
         Ok(decoded.map_err(|e| wrong(e.to_string()))?)
     }
 
@@ -175,8 +176,8 @@ impl Tokenizer {
     }
 
     /// Returns the tokens that the tokenizer itself adds before and after a text that no chat template has written.
-    pub fn around(&self) -> (&[u32], &[u32]) {
-        (&self.around.0, &self.around.1)
+    pub fn prefix_and_suffix(&self) -> (&[u32], &[u32]) {
+        (&self.prefix_and_suffix.0, &self.prefix_and_suffix.1)
     }
 
     /// Returns the largest id plus one. The ids of the base vocabulary are assumed to have no gaps.
@@ -227,7 +228,7 @@ fn problem_of_added_tokens(inner: &tokenizers::Tokenizer) -> tokenizers::Result<
 }
 
 /// Returns the tokens that a tokenizer adds before and after a text.
-fn added_around(inner: &tokenizers::Tokenizer) -> tokenizers::Result<(Vec<u32>, Vec<u32>)> {
+fn added_prefix_and_suffix(inner: &tokenizers::Tokenizer) -> tokenizers::Result<(Vec<u32>, Vec<u32>)> {
     let (bare, complete) = (inner.encode("a", false)?, inner.encode("a", true)?);
     let (bare, complete) = (bare.get_ids(), complete.get_ids());
     let at = (0..complete.len()).find(|at| !bare.is_empty() && complete[*at..].starts_with(bare));

@@ -13,7 +13,7 @@ pub(super) type RecordProblem = String;
 #[derive(Debug, Default, Clone)]
 pub(super) struct ChatMessages {
     pub list: Vec<Value>,
-    pub learned: Vec<Option<bool>>,
+    pub trained_on: Vec<Option<bool>>,
     /// Whether the first message has `from` instead of `role`, as in ShareGPT.
     pub is_share_gpt: bool,
 }
@@ -46,13 +46,13 @@ impl ChatMessages {
     /// Returns a single message with a text.
     pub(super) fn text(role: &str, content: &str) -> Self {
         let list = vec![Value::from_pairs([("role", role), ("content", content)])];
-        Self { list, learned: vec![None], is_share_gpt: false }
+        Self { list, trained_on: vec![None], is_share_gpt: false }
     }
 
     /// Appends messages.
-    pub(super) fn then(mut self, others: Self) -> Self {
+    pub(super) fn append(mut self, others: Self) -> Self {
         self.list.extend(others.list);
-        self.learned.extend(others.learned);
+        self.trained_on.extend(others.trained_on);
         self
     }
 
@@ -65,7 +65,7 @@ impl ChatMessages {
             Some("system" | "developer") => {
                 Err("it has a system text and a different one as its first message; keep one of them".into())
             }
-            _ => Ok(Self::text("system", system).then(self)),
+            _ => Ok(Self::text("system", system).append(self)),
         }
     }
 
@@ -99,7 +99,7 @@ impl ChatMessages {
             "function" | "observation" => "tool",
             role => role,
         };
-        let learned = training_flag(item, role == "assistant" || role == "model")?;
+        let trained_on = training_flag(item, role == "assistant" || role == "model")?;
         let mut fields: Vec<(Value, Value)> = vec![("role".into(), role.into())];
         for key in item.try_iter().into_iter().flatten() {
             let name = key.as_str().unwrap_or_default().to_string();
@@ -108,7 +108,7 @@ impl ChatMessages {
             match name.as_str() {
                 "role" | "from" => {}
                 name if WEIGHT_KEYS.contains(&name) => {}
-                name if IMAGE_KEYS.contains(&name) && !is_empty => return Err(picture(name)),
+                name if IMAGE_KEYS.contains(&name) && !is_empty => return Err(media_error(name)),
                 name if UNSUPPORTED_MASK_KEYS.contains(&name) && value.is_true() => {
                     return Err(format!(
                         "it has {name}, which is not supported; set weight to 0 in messages that must not be trained on"
@@ -134,7 +134,7 @@ impl ChatMessages {
             push_calls(&parsed_call.unwrap_or(call), &mut fields)?;
         }
         self.list.push(Value::from_pairs(fields));
-        self.learned.push(learned);
+        self.trained_on.push(trained_on);
         Ok(())
     }
 
@@ -147,7 +147,7 @@ impl ChatMessages {
                 None if value.is_undefined() || value.is_none() => {}
                 Some(text) => {
                     self.list.push(Value::from_pairs([("role", role), ("content", text)]));
-                    self.learned.push(if role == "assistant" { training_flag(turn, true)? } else { None });
+                    self.trained_on.push(if role == "assistant" { training_flag(turn, true)? } else { None });
                 }
                 None => return Err(format!("its {name} is {}, not a string", kind(&value))),
             }
@@ -168,7 +168,7 @@ const UNSUPPORTED_MASK_KEYS: [&str; 7] =
     ["train_detail", "training_detail", "mask", "masked", "no_loss", "ignore_loss", "loss_mask"];
 
 /// Returns the error for pictures, which names their key.
-pub(super) fn picture(name: &str) -> RecordProblem {
+pub(super) fn media_error(name: &str) -> RecordProblem {
     format!(
         "it has {name}, but images, videos and audio are not supported: without them, its texts would teach the model \
          to make things up; omit such records, or remove the key"
@@ -177,7 +177,7 @@ pub(super) fn picture(name: &str) -> RecordProblem {
 
 /// Returns whether the model is trained on a message, if the message itself specifies this.
 fn training_flag(message: &Value, is_assistant: bool) -> Result<Option<bool>, RecordProblem> {
-    let mut learned = None;
+    let mut trained_on = None;
     for name in WEIGHT_KEYS {
         let value = field(message, name);
         let Some(enabled) = weight(name, &value)? else { continue };
@@ -188,9 +188,9 @@ fn training_flag(message: &Value, is_assistant: bool) -> Result<Option<bool>, Re
                 "it has {name}, but only the assistant's messages are trained on; remove the key from other messages"
             ));
         }
-        learned = Some(enabled && learned.unwrap_or(true));
+        trained_on = Some(enabled && trained_on.unwrap_or(true));
     }
-    Ok(learned)
+    Ok(trained_on)
 }
 
 /// Returns whether a weight or a flag enables training, or `None` if it is not set. The value is 0, 1 or a boolean,
@@ -254,7 +254,7 @@ fn push_content(value: &Value, fields: &mut Vec<(Value, Value)>) -> Result<(), R
                 fields.push(("reasoning_content".into(), thought.into()));
             }
             (Some("tool_call"), Some(call)) => push_calls(&json(call)?, fields)?,
-            (Some(other), _) if is_picture(other) => return Err(picture(&format!("content of type {other:?}"))),
+            (Some(other), _) if is_picture(other) => return Err(media_error(&format!("content of type {other:?}"))),
             (Some(known @ ("text" | "input_text" | "output_text" | "tool_call")), None) => {
                 return Err(missing_text(known));
             }

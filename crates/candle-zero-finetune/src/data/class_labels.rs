@@ -15,7 +15,7 @@ const MAX_LABELS: usize = 10_000;
 /// The label that means "no label" in many data sets.
 pub(super) const NO_LABEL: &str = "-1";
 
-pub(super) fn no_label() -> String {
+pub(super) fn no_label_reason() -> String {
     "its label is -1, which stands for \"no label\" in many data sets; omit such records, or list all labels, \
      including -1, with --labels"
         .into()
@@ -39,7 +39,7 @@ pub fn labels_of(sources: &[Source], columns: &ColumnMapping) -> Result<Vec<Stri
             let parsed = record.raw.value().and_then(|(value, unread)| parser.parse(&value, &unread));
             match parsed.map(|parsed| (parsed.format, parsed.example)) {
                 Ok((_, TrainingExample::Label { label, .. })) if label == NO_LABEL => {
-                    report.note(line, RecordNote::Broken(no_label()))
+                    report.note(line, RecordNote::Broken(no_label_reason()))
                 }
                 Ok((_, TrainingExample::Label { label, .. })) => {
                     // Numbers of up to 18 digits are sorted before names.
@@ -72,10 +72,10 @@ pub fn labels_of(sources: &[Source], columns: &ColumnMapping) -> Result<Vec<Stri
             &path,
             format!(
                 "all records with a label have the label {only:?}; at least two labels are required ({})",
-                report.why_nothing()
+                report.no_samples_reason()
             ),
         ),
-        [] => Err(FinetuneError::NoSamples { path, reason: report.why_nothing() }.into()),
+        [] => Err(FinetuneError::NoSamples { path, reason: report.no_samples_reason() }.into()),
         [only] => refused(&path, format!("all records have the label {only:?}; at least two labels are required")),
         _ => Ok(labels),
     }

@@ -46,7 +46,7 @@ pub struct DataOptions {
 
 impl DataOptions {
     /// The default maximum number of tokens of a sample, if the model's context is long enough.
-    pub const USUAL_CTX: usize = 1024;
+    pub const DEFAULT_CTX: usize = 1024;
 
     /// Returns options for samples of at most `ctx` tokens for `task`.
     pub fn new(task: TrainingTask, ctx: usize) -> Self {

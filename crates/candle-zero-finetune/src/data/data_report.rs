@@ -180,13 +180,13 @@ impl DataReport {
     }
 
     /// Returns the reasons why records were skipped.
-    pub(super) fn why_skipped(&self) -> String {
+    pub(super) fn skip_reasons(&self) -> String {
         let Self { broken, without_target, by_row, .. } = self.clone();
         Self { broken, without_target, by_row, ..Self::default() }.notes().join("; ")
     }
 
     /// Returns the reasons why a file yielded no samples.
-    pub(super) fn why_nothing(&self) -> String {
+    pub(super) fn no_samples_reason(&self) -> String {
         match self.notes() {
             notes if notes.is_empty() => "it is empty".into(),
             notes => notes.join("; "),

@@ -24,7 +24,7 @@ pub struct FileReadProgress {
     /// The number of bytes of records read so far.
     pub bytes: u64,
     /// The size of the file in bytes.
-    pub of: u64,
+    pub total_bytes: u64,
 }
 
 /// The samples of several files, each repeated according to its file's weight.
@@ -82,7 +82,7 @@ impl Dataset {
         let mut parts = vec![];
         for (file, source) in sources.iter().enumerate() {
             let builder = SampleCacheBuilder { source, tokenizer, template, options: &options };
-            let mut progress = |bytes, of| progress(FileReadProgress { file, bytes, of });
+            let mut progress = |bytes, total_bytes| progress(FileReadProgress { file, bytes, total_bytes });
             let (cache, report) = builder.open_or_build(folder, &mut progress)?;
             let groups = (cache.samples() / group) as u64;
             parts.push(FileSamples {
@@ -132,10 +132,10 @@ impl Dataset {
 
     /// Returns a number that changes with the ids, targets and labels of the samples, their order and their weights,
     /// but not with the files that they come from.
-    pub(crate) fn content(&self) -> u64 {
+    pub(crate) fn content_fingerprint(&self) -> u64 {
         let mut hasher = twox_hash::XxHash3_64::new();
         for FileSamples { cache, weight, first, end, key, .. } in &self.parts {
-            hasher.write(format!("{:x} {weight} {first} {end} {key:?} ", cache.content()).as_bytes());
+            hasher.write(format!("{:x} {weight} {first} {end} {key:?} ", cache.content_fingerprint()).as_bytes());
         }
         hasher.finish()
     }
@@ -153,8 +153,8 @@ impl Dataset {
         match self.parts.iter().find(|part| part.report.skips_many()) {
             Some(FileSamples { path, report, .. }) => {
                 let (skipped, records) = (report.skipped(), report.records);
-                let why = report.why_skipped();
-                Err(FinetuneError::Skipped { path: path.clone(), skipped, records, why }.into())
+                let reason = report.skip_reasons();
+                Err(FinetuneError::Skipped { path: path.clone(), skipped, records, reason }.into())
             }
             None => Ok(()),
         }

@@ -15,7 +15,7 @@ use super::record_parser::RECORD_FORMATS;
 use crate::error::FinetuneError;
 use crate::error::{Error, Result};
 use candle_zero::files;
-use candle_zero::untrusted_work::{SandboxSubject, within};
+use candle_zero::untrusted_work::{SandboxSubject, run_sandboxed};
 use candle_zero::util::{counted, list};
 use minijinja::value::Value;
 use parquet::basic::{Compression, ConvertedType, LogicalType, Repetition, Type as Physical};
@@ -177,7 +177,7 @@ impl ParquetRows {
 fn run_guarded<T>(subject: &SandboxSubject, read: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String> {
     const MAX_SHOWN_CHARS: usize = 200;
     // The usual size of a page in bytes.
-    let result = within(subject, 1 << 20, read);
+    let result = run_sandboxed(subject, 1 << 20, read);
     let reason = match result {
         Ok(Ok(value)) => return Ok(value),
         Ok(Err(ParquetError::General(reason) | ParquetError::EOF(reason) | ParquetError::NYI(reason))) => reason,

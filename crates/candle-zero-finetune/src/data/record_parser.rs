@@ -50,8 +50,8 @@ impl fmt::Display for RecordFormat {
 /// An example to learn from, parsed from a record.
 #[derive(Debug)]
 pub(super) enum TrainingExample {
-    /// A conversation. The model is trained on the assistant's messages that are marked in `learned`.
-    Chat { conversation: Conversation, learned: Vec<bool> },
+    /// A conversation. The model is trained on the assistant's messages that are marked in `trained_on`.
+    Chat { conversation: Conversation, trained_on: Vec<bool> },
     /// A completion.
     Completion { prompt: String, completion: String },
     /// A text, all of which the model is trained on.
@@ -78,9 +78,9 @@ pub(super) struct ParsedRecord {
     pub format: RecordFormat,
     pub example: TrainingExample,
     /// Whether the record's weight allows training on the record.
-    pub is_learned: bool,
+    pub is_trained_on: bool,
     /// The keys that were not read.
-    pub left: Vec<String>,
+    pub unread_keys: Vec<String>,
     /// Other remarks on the record.
     pub remarks: Vec<String>,
 }
@@ -95,7 +95,7 @@ impl RecordParser<'_> {
             ValueKind::Map => self.example(&fields, &mut remarks)?,
             _ => return Err(format!("it is {}, not an object", kind(record))),
         };
-        let is_learned = record.kind() == ValueKind::Seq || fields.is_learned()?;
+        let is_trained_on = record.kind() == ValueKind::Seq || fields.is_trained_on()?;
         if record.kind() == ValueKind::Map {
             fields.refuse_pictures()?;
             match format {
@@ -128,8 +128,8 @@ impl RecordParser<'_> {
                 }
             }
         }
-        let left = if record.kind() == ValueKind::Map { fields.left() } else { vec![] };
-        Ok(ParsedRecord { format, example, is_learned, left, remarks })
+        let unread_keys = if record.kind() == ValueKind::Map { fields.unread_keys() } else { vec![] };
+        Ok(ParsedRecord { format, example, is_trained_on, unread_keys, remarks })
     }
 
     fn example(
@@ -160,7 +160,7 @@ impl RecordParser<'_> {
             && let Some(answer_key) = fields.any(&["output", "response", "completion"])
         {
             let prompt = self.parse_instruction(fields, "instruction")?;
-            return Ok((RecordFormat::Alpaca, prompt.with_answer(fields.needed(answer_key)?)?));
+            return Ok((RecordFormat::Alpaca, prompt.with_answer(fields.required_text(answer_key)?)?));
         }
         match (fields.peek("text"), fields.peek("label")) {
             (Some(_), Some(label)) => {
@@ -168,9 +168,9 @@ impl RecordParser<'_> {
                     true => label_name(&fields.get("label").unwrap_or_default())?,
                     false => label.to_string(),
                 };
-                Ok((RecordFormat::Label, TrainingExample::Label { text: fields.needed("text")?, label }))
+                Ok((RecordFormat::Label, TrainingExample::Label { text: fields.required_text("text")?, label }))
             }
-            (Some(_), None) => Ok((RecordFormat::Text, TrainingExample::Text(fields.needed("text")?))),
+            (Some(_), None) => Ok((RecordFormat::Text, TrainingExample::Text(fields.required_text("text")?))),
             _ => Err(self.unknown(fields)),
         }
     }
@@ -216,7 +216,7 @@ impl RecordParser<'_> {
             (input, context) => input.or(context),
         };
         Ok(InstructionPrompt {
-            instruction: fields.needed(name)?,
+            instruction: fields.required_text(name)?,
             input,
             system: fields.system()?,
             history: history(fields)?,
@@ -257,7 +257,7 @@ impl RecordParser<'_> {
         if let Some(name) = fields.any(&MESSAGES_KEYS) {
             let prompt = ChatMessages::of(&fields.get(name).unwrap_or_default())?;
             let from = prompt.list.len();
-            return pair(answers.map(|answer| chat(prompt.clone().then(answer_of(&answer)?), Some(from), fields)));
+            return pair(answers.map(|answer| chat(prompt.clone().append(answer_of(&answer)?), Some(from), fields)));
         }
         if let Some(name) = fields.any(&["instruction", "question"]) {
             let prompt = self.parse_instruction(fields, name)?;
@@ -325,14 +325,15 @@ fn chat(
         None => messages,
     };
     let from = from.unwrap_or(0) + messages.list.len() - count;
-    let learned = messages.learned.iter().enumerate().map(|(i, flag)| i >= from && flag.unwrap_or(true)).collect();
+    let flags = messages.trained_on.iter().enumerate();
+    let trained_on = flags.map(|(i, flag)| i >= from && flag.unwrap_or(true)).collect();
     let mut conversation = Conversation::from_value(&messages.list.into_iter().collect()).map_err(|e| match e {
         crate::error::FinetuneError::Conversation { reason } => reason,
         e => e.to_string(),
     })?;
     conversation.tools = fields.tools(is_share_gpt)?;
     conversation.variables = fields.variables()?;
-    Ok(TrainingExample::Chat { conversation, learned })
+    Ok(TrainingExample::Chat { conversation, trained_on })
 }
 
 /// Returns an answer, which is a text, a message or several messages, as messages.
@@ -356,7 +357,7 @@ fn completion_of(
         (None, _) if prompt.kind() == ValueKind::Seq => {
             let prompt = ChatMessages::of(prompt)?;
             let from = prompt.list.len();
-            chat(prompt.then(answer_of(completion)?), Some(from), fields)
+            chat(prompt.append(answer_of(completion)?), Some(from), fields)
         }
         _ => Err(format!(
             "its prompt is {} and its completion is {}, but both must be strings, or the prompt a list of messages",
@@ -373,7 +374,7 @@ fn openai_preference(fields: &TrackedRecord<'_>, answers: [&Value; 2]) -> Result
     let inner = TrackedRecord::of(&input, &[], &columns);
     let prompt = ChatMessages::of(&inner.get("messages").ok_or("its input has no messages")?)?;
     let from = prompt.list.len();
-    let [chosen, rejected] = answers.map(|answer| chat(prompt.clone().then(answer_of(answer)?), Some(from), &inner));
+    let [chosen, rejected] = answers.map(|answer| chat(prompt.clone().append(answer_of(answer)?), Some(from), &inner));
     Ok(TrainingExample::Preference(Box::new([chosen?, rejected?])))
 }
 
@@ -446,8 +447,8 @@ impl InstructionPrompt {
             let turns = system.into_iter().chain(earlier).chain([("user", question), ("assistant", output)]);
             let mut conversation = Conversation::new(turns);
             (conversation.tools, conversation.variables) = (tools, variables);
-            let learned = vec![true; conversation.len()];
-            return Ok(TrainingExample::Chat { conversation, learned });
+            let trained_on = vec![true; conversation.len()];
+            return Ok(TrainingExample::Chat { conversation, trained_on });
         }
         if !history.is_empty() || !tools.is_none() {
             return Err("its history or tools need a chat template, but the model has none".into());

@@ -36,13 +36,13 @@ const INDEX_ENTRY_BYTES: usize = 32;
 /// # Errors
 /// [`FinetuneError::NoCache`] if neither is known.
 pub fn default_cache() -> Result<PathBuf> {
-    Ok(own_cache()?.join("samples"))
+    Ok(cache_root()?.join("samples"))
 }
 
 /// Creates the folder for samples, readable only by its owner, because data may be private. An existing folder keeps
 /// its permissions, unless it is in candle-zero's own cache. Removes files that killed runs have left in the folder.
 pub(super) fn private_cache(folder: &Path) -> std::io::Result<()> {
-    let root = own_cache().ok().filter(|root| folder.starts_with(root));
+    let root = cache_root().ok().filter(|root| folder.starts_with(root));
     match &root {
         Some(root) => {
             files::private_folder(root)?;
@@ -63,7 +63,7 @@ fn is_lock(name: &OsStr) -> bool {
 }
 
 /// Returns candle-zero's folder in the user's cache.
-pub(crate) fn own_cache() -> Result<PathBuf> {
+pub(crate) fn cache_root() -> Result<PathBuf> {
     let home = std::env::home_dir().filter(|home| home.is_absolute());
     let folder = cache_home(std::env::var_os("XDG_CACHE_HOME"), home).ok_or(FinetuneError::NoCache)?;
     Ok(folder.join("candle-zero"))
@@ -207,7 +207,7 @@ impl SampleCache {
     }
 
     /// Returns a hash of the samples' ids, targets, labels and order, regardless of what they were built from.
-    pub(super) fn content(&self) -> u64 {
+    pub(super) fn content_fingerprint(&self) -> u64 {
         let mut hash = XxHash3_64::new();
         for i in 0..self.samples {
             // The number of ids, the label and the digest.

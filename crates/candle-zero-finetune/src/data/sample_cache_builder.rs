@@ -1,6 +1,6 @@
 //! Builds the samples of one data file: parses and tokenizes records in parallel, and writes them into the cache.
 
-use super::class_labels::{NO_LABEL, no_label, not_labelled};
+use super::class_labels::{NO_LABEL, no_label_reason, not_labelled};
 use super::data_options::{DataOptions, TrainingTask, Truncation};
 use super::data_report::{DataReport, RecordNote};
 use super::raw_record::{RawRecord, RecordContent};
@@ -86,7 +86,7 @@ impl SampleCacheBuilder<'_> {
         let mut writer = SampleCacheWriter::new(&path).map_err(io)?;
         let report = self.build(&mut writer, &mut |read| progress(read.min(bytes), bytes), &io)?;
         if report.samples == 0 {
-            let (path, reason) = (self.source.path.clone(), report.why_nothing());
+            let (path, reason) = (self.source.path.clone(), report.no_samples_reason());
             return Err(FinetuneError::NoSamples { path, reason }.into());
         }
         let json = serde_json::to_vec(&report).map_err(|e| io(e.into()))?;
@@ -192,8 +192,8 @@ impl SampleCacheBuilder<'_> {
         let parsed = parser.parse(record, unread)?;
         let format = parsed.format;
         let mut notes: Vec<RecordNote> = parsed.remarks.into_iter().map(RecordNote::Remark).collect();
-        notes.extend(parsed.left.into_iter().map(RecordNote::Ignored));
-        if !parsed.is_learned {
+        notes.extend(parsed.unread_keys.into_iter().map(RecordNote::Ignored));
+        if !parsed.is_trained_on {
             notes.push(RecordNote::Remark("were omitted because of a weight of 0".into()));
             return Ok(RecordOutcome::Samples { format, samples: vec![], notes });
         }
@@ -203,7 +203,7 @@ impl SampleCacheBuilder<'_> {
                 let index = self.options.labels.iter().position(|known| *known == label);
                 let known_labels = || candle_zero::util::list(&self.options.labels);
                 let index = index.ok_or_else(|| match label.as_str() {
-                    NO_LABEL => no_label(),
+                    NO_LABEL => no_label_reason(),
                     label => format!("its label {label:?} is not one of the known labels ({})", known_labels()),
                 })?;
                 self.label_sample(&text, &mut notes)?.map(|sample| (sample, index as u32)).into_iter().collect()
@@ -260,11 +260,11 @@ impl SampleCacheBuilder<'_> {
     /// Returns the sample of a conversation or a completion, of any length.
     fn answer(&self, example: &TrainingExample, notes: &mut Vec<RecordNote>) -> Result<Sample, String> {
         match example {
-            TrainingExample::Chat { conversation, learned } => {
+            TrainingExample::Chat { conversation, trained_on } => {
                 let Some(template) = self.template else {
                     return Err("it is a chat, but the model has no chat template".into());
                 };
-                self.chat(template, conversation, learned, notes)
+                self.chat(template, conversation, trained_on, notes)
             }
             TrainingExample::Completion { prompt, completion } => {
                 if completion.trim().is_empty() {
@@ -278,23 +278,23 @@ impl SampleCacheBuilder<'_> {
         }
     }
 
-    /// Returns the sample of a conversation. The assistant's messages in `learned` are targets.
+    /// Returns the sample of a conversation. The assistant's messages in `trained_on` are targets.
     fn chat(
         &self,
         template: &Template,
         conversation: &Conversation,
-        learned: &[bool],
+        trained_on: &[bool],
         notes: &mut Vec<RecordNote>,
     ) -> Result<Sample, String> {
-        let is_learned = |message: usize| learned.get(message).copied().unwrap_or(true);
-        if (0..conversation.len()).any(|i| is_learned(i) && conversation.is_empty_answer(i)) {
+        let is_trained_on = |message: usize| trained_on.get(message).copied().unwrap_or(true);
+        if (0..conversation.len()).any(|i| is_trained_on(i) && conversation.is_empty_answer(i)) {
             notes.push(RecordNote::EmptyAnswer);
         }
         notes.extend(unread_keys(template, conversation).into_iter().map(RecordNote::Ignored));
         let traced = template.trace(conversation).map_err(|e| error_text(e.into()))?;
         let omitted = OmittedTexts::of(conversation, &traced);
-        for (message, keys) in omitted.lost {
-            if is_learned(message) {
+        for (message, keys) in omitted.omitted_answers {
+            if is_trained_on(message) {
                 return Err(format!(
                     "the template does not render the {keys} of message {}, so an empty answer would be trained on; \
                      use a model whose chat template does, or omit the record",
@@ -307,19 +307,19 @@ impl SampleCacheBuilder<'_> {
         if conversation.tools.len().is_some_and(|tools| tools > 0) && !template.mentions("tools") {
             notes.push(RecordNote::Remark("have tools that the template does not render".into()));
         }
-        if conversation.messages.iter().any(|message| template.keeps_text(message)) {
+        if conversation.messages.iter().any(|message| template.double_encodes_arguments(message)) {
             let remark =
                 "call a tool with arguments that are not a JSON object: the template renders them as a quoted string";
             notes.push(RecordNote::Remark(remark.into()));
         }
-        if traced.endless.iter().any(|message| is_learned(*message)) {
+        if traced.without_end.iter().any(|message| is_trained_on(*message)) {
             notes.push(RecordNote::Endless);
         }
-        let trains_on_all = (0..conversation.len()).all(|i| is_learned(i) || !conversation.is_assistant(i));
+        let trains_on_all = (0..conversation.len()).all(|i| is_trained_on(i) || !conversation.is_assistant(i));
         let mut targets = vec![];
         for (target, owner) in traced.rendered.targets.into_iter().zip(traced.owners) {
             match owner {
-                Some(message) if !is_learned(message) => {}
+                Some(message) if !is_trained_on(message) => {}
                 None if !trains_on_all => {
                     return Err(
                         "it is uncertain which message each {% generation %} block of the chat template belongs \
@@ -344,7 +344,7 @@ impl SampleCacheBuilder<'_> {
         notes: &mut Vec<RecordNote>,
     ) -> Result<Sample, String> {
         let encoded = self.tokenizer.encode(text).map_err(error_text)?;
-        let (before, after) = self.tokenizer.around();
+        let (before, after) = self.tokenizer.prefix_and_suffix();
         let end = self.tokenizer.special_id("eos_token");
         let has_start = !before.is_empty() && encoded.ids.starts_with(before);
         let end_text = self.tokenizer.special_tokens().get("eos_token").filter(|text| !text.is_empty());
@@ -373,7 +373,7 @@ impl SampleCacheBuilder<'_> {
     /// tokenizer adds. Returns `None` if the text is too long and must be left out, or if there are no tokens.
     fn label_sample(&self, text: &str, notes: &mut Vec<RecordNote>) -> Result<Option<Sample>, String> {
         let mut encoded = self.tokenizer.encode(text).map_err(error_text)?.ids;
-        let (before, after) = self.tokenizer.around();
+        let (before, after) = self.tokenizer.prefix_and_suffix();
         let room = self.options.ctx.saturating_sub(before.len() + after.len());
         if encoded.len() > room {
             match self.options.overlong {

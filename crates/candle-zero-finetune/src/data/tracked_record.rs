@@ -1,6 +1,6 @@
 //! The keys of a record, marked as they are read.
 
-use super::chat_messages::{picture, weight};
+use super::chat_messages::{media_error, weight};
 use super::column_mapping::{ColumnMapping, IMAGE_KEYS, QUALITY_KEYS, SCORE_KEYS, VARIABLE_KEYS, WEIGHT_KEYS};
 use super::raw_record::json;
 use crate::chat::conversation::{field, kind};
@@ -52,7 +52,7 @@ impl<'a> TrackedRecord<'a> {
     }
 
     /// Returns a required text, which may be empty.
-    pub(super) fn needed(&self, name: &str) -> Result<String, String> {
+    pub(super) fn required_text(&self, name: &str) -> Result<String, String> {
         let value = self.get(name).unwrap_or_default();
         match value.as_str() {
             Some(text) => Ok(text.into()),
@@ -131,13 +131,13 @@ impl<'a> TrackedRecord<'a> {
     }
 
     /// Returns whether the model is trained on the record at all, according to its weight.
-    pub(super) fn is_learned(&self) -> Result<bool, String> {
-        let mut is_learned = true;
+    pub(super) fn is_trained_on(&self) -> Result<bool, String> {
+        let mut is_trained_on = true;
         for name in WEIGHT_KEYS {
             let value = self.get(name).unwrap_or_default();
-            is_learned &= weight(self.name(name), &value)? != Some(false);
+            is_trained_on &= weight(self.name(name), &value)? != Some(false);
         }
-        Ok(is_learned)
+        Ok(is_trained_on)
     }
 
     /// Returns whether the scores of the two answers favour the rejected one.
@@ -153,7 +153,8 @@ impl<'a> TrackedRecord<'a> {
 
     /// Refuses values under these names if they were not read: such values change what the model is trained on.
     pub(super) fn refuse(&self, names: &[&str], reason: &str) -> Result<(), String> {
-        match self.left().into_iter().find(|key| names.contains(&key.as_str()) && !self.columns.is_ignored(key)) {
+        let is_refused = |key: &String| names.contains(&key.as_str()) && !self.columns.is_ignored(key);
+        match self.unread_keys().into_iter().find(is_refused) {
             Some(key) => Err(format!("it has {key}: {reason}; skip it with --columns ignore={key}")),
             None => Ok(()),
         }
@@ -161,8 +162,9 @@ impl<'a> TrackedRecord<'a> {
 
     /// Refuses pictures, videos and audio.
     pub(super) fn refuse_pictures(&self) -> Result<(), String> {
-        match self.left().into_iter().find(|key| IMAGE_KEYS.contains(&key.as_str()) && !self.columns.is_ignored(key)) {
-            Some(key) => Err(format!("{} with --columns ignore={key}", picture(&key))),
+        let is_refused = |key: &String| IMAGE_KEYS.contains(&key.as_str()) && !self.columns.is_ignored(key);
+        match self.unread_keys().into_iter().find(is_refused) {
+            Some(key) => Err(format!("{} with --columns ignore={key}", media_error(&key))),
             None => Ok(()),
         }
     }
@@ -173,7 +175,7 @@ impl<'a> TrackedRecord<'a> {
     }
 
     /// Returns the keys with values that were not read.
-    pub(super) fn left(&self) -> Vec<String> {
+    pub(super) fn unread_keys(&self) -> Vec<String> {
         let read = self.read.borrow();
         let keys = self.record.try_iter().into_iter().flatten().map(|key| key.to_string());
         let is_unread = |key: &String| {

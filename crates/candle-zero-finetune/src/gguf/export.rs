@@ -2,7 +2,7 @@
 //! tensors.
 
 use super::architectures::GgufArchitecture;
-use super::tensor_names::{TensorForm, place_of};
+use super::tensor_names::{TensorForm, tensor_mapping};
 use super::tokenizer_export::keys as tokenizer_keys;
 use super::weight_reader::GgufFile;
 use super::writer::{BLOCK, GgmlFormat, GgufTensor, GgufValue, write};
@@ -66,7 +66,7 @@ fn write_gguf(merged: &MergedModel<'_>, base: &BaseModel, format: GgufFormat, ou
     let mut expert_tensors: HashMap<String, usize> = HashMap::new();
     for (name, shape) in merged.shapes() {
         let unknown = || wrong(format!("llama.cpp has no name for tensor {name} of a {kind} model"));
-        let mapping = place_of(name, config, architecture.pairs).ok_or_else(unknown)?;
+        let mapping = tensor_mapping(name, config, architecture.pairs).ok_or_else(unknown)?;
         let expert = if let TensorForm::OfExpert(expert) = mapping.form { Some(expert) } else { None };
         let new_shape = mapping.shape_in_file(shape, experts);
         let is_f32 = new_shape.len() < 2 || mapping.is_always_f32();
@@ -105,7 +105,7 @@ fn write_gguf(merged: &MergedModel<'_>, base: &BaseModel, format: GgufFormat, ou
         }
     }
     let wrong = |source| Error::Io { action: "write", path: out.to_owned(), source };
-    let mut file = files::AtomicFile::beside(out).map_err(wrong)?;
+    let mut file = files::AtomicFile::create_for(out).map_err(wrong)?;
     let bytes = entries.iter().map(GgufTensor::bytes).sum();
     files::check_free_space(files::folder_of(out), bytes)?;
     let mut buffered = BufWriter::new(file.file());

@@ -177,7 +177,7 @@ impl GgufArchitecture {
             return Some(self.has_no_key("llama_4_scaling_beta", growth.beta));
         }
         if self.pairs != config.rotary_pairs && rotary.width(config.head_dim) != config.head_dim {
-            return Some(self.assumes("partial_rotary_factor", rotary.partial, 1));
+            return Some(self.assumes("partial_rotary_factor", rotary.partial_rotary_factor, 1));
         }
         let is_missing = |kind: &str| Some(self.has_no_key("rope_type", format!("{kind:?}")));
         match &rotary.scaling {
@@ -220,9 +220,9 @@ impl GgufArchitecture {
         if found.theta != assumed.theta {
             return Some(self.assumes(&format!("rope_theta in block {at}"), found.theta, assumed.theta));
         }
-        if found.partial != assumed.partial {
+        if found.partial_rotary_factor != assumed.partial_rotary_factor {
             let key = format!("partial_rotary_factor in block {at}");
-            return Some(self.assumes(&key, found.partial, assumed.partial));
+            return Some(self.assumes(&key, found.partial_rotary_factor, assumed.partial_rotary_factor));
         }
         (found.scaling != assumed.scaling).then(|| {
             let [found, assumed] = [found, assumed].map(|rotary| scaling_name(&rotary.scaling));

@@ -48,7 +48,7 @@ impl GgufFile {
             }
         }
         let Some(vocab) = self.header.tensors.get("token_embd.weight").and_then(|info| info.shape.first()) else {
-            return Err(super::weight_reader::bad(&self.path, "it has no tensor token_embd.weight"));
+            return Err(super::weight_reader::bad_gguf(&self.path, "it has no tensor token_embd.weight"));
         };
         let has = |name: &str| self.header.tensors.contains_key(name);
         let mut config = json!({
@@ -132,7 +132,7 @@ impl ArchitectureMetadataReader<'_> {
     fn rope_scaling(&self, head: usize) -> Result<Json> {
         let infos = &self.gguf.header.tensors;
         if infos.contains_key("rope_factors_long.weight") || infos.contains_key("rope_factors_short.weight") {
-            return Err(super::weight_reader::bad(
+            return Err(super::weight_reader::bad_gguf(
                 &self.gguf.path,
                 "it has rope_factors_long.weight or rope_factors_short.weight: rotary positions of type longrope are \
                  not supported",
@@ -196,7 +196,7 @@ impl ArchitectureMetadataReader<'_> {
                 "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 8192,
             })),
-            false => Err(super::weight_reader::bad(
+            false => Err(super::weight_reader::bad_gguf(
                 &self.gguf.path,
                 "its rope_freqs.weight is not that of Llama 3.1 and later: other rotary positions are not supported",
             )),

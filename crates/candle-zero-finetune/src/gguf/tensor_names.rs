@@ -65,7 +65,7 @@ impl GgufTensorMapping {
 
 /// Returns the mapping of a parameter to a file of an architecture whose rotary positions rotate `pairs`, or `None`
 /// if llama.cpp has no name for it.
-pub(super) fn place_of(parameter: &str, config: &DecoderConfig, pairs: RotaryPairs) -> Option<GgufTensorMapping> {
+pub(super) fn tensor_mapping(parameter: &str, config: &DecoderConfig, pairs: RotaryPairs) -> Option<GgufTensorMapping> {
     let bare = parameter.strip_prefix(config.prefix).unwrap_or(parameter);
     let has_plus_one = matches!(config.norm, NormKind::RmsPlusOne | NormKind::LayerPlusOne);
     let plus_one = has_plus_one && bare.ends_with("norm.weight");
@@ -207,7 +207,7 @@ mod tests {
             let mut seen = std::collections::HashSet::new();
             for (parameter, _) in config.parameters().unwrap() {
                 let mapping =
-                    place_of(&parameter, &config, RotaryPairs::Adjacent).unwrap_or_else(|| panic!("{parameter}"));
+                    tensor_mapping(&parameter, &config, RotaryPairs::Adjacent).unwrap_or_else(|| panic!("{parameter}"));
                 let expert = if let TensorForm::OfExpert(expert) = mapping.form { expert } else { 0 };
                 for name in mapping.names {
                     assert!(seen.insert((name.clone(), expert)), "{model_type}: {parameter} in {name}");
@@ -219,7 +219,8 @@ mod tests {
     #[test]
     fn experts_share_a_tensor_and_alternating_outputs_have_one_each() {
         let mapping = |model_type: &str, parameter: &str, shape: &[usize]| {
-            let mapping = place_of(&format!("model.layers.1.{parameter}"), &config(model_type), RotaryPairs::Halves)?;
+            let mapping =
+                tensor_mapping(&format!("model.layers.1.{parameter}"), &config(model_type), RotaryPairs::Halves)?;
             let stored = mapping.shape_in_file(shape, 6);
             Some((mapping.names.join(" "), mapping.form, stored))
         };

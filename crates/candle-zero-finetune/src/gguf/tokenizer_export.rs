@@ -92,7 +92,7 @@ pub(crate) fn keys(folder: &Path, config: &Json, rows: usize) -> Result<Vec<(Str
     }
     // Whether BOS and EOS are added is written explicitly, so that readers need not guess it from the tokenizer type.
     let loaded = Tokenizer::open(folder)?;
-    let (before, after) = loaded.around();
+    let (before, after) = loaded.prefix_and_suffix();
     for (kind, added) in [("bos", before), ("eos", after)] {
         if let Some(id) = loaded.special_id(&format!("{kind}_token")) {
             keys.push((format!("tokenizer.ggml.add_{kind}_token"), GgufValue::Bool(added.contains(&id))));

@@ -6,7 +6,7 @@
 //! | `gpt2` | byte-level BPE; `tokenizer.ggml.pre` names the pre-tokenizer |
 //! | `llama` | SentencePiece's BPE: pieces with scores, from which the merges are derived |
 
-use super::weight_reader::{GgufFile, bad};
+use super::weight_reader::{GgufFile, bad_gguf};
 use super::writer::GgufValue;
 use crate::chat::tokenizer_files::TokenizerFiles;
 use crate::error::Result;
@@ -103,7 +103,10 @@ impl GgufFile {
     /// A file without a tokenizer, or with one that is not supported.
     pub fn tokenizer_files(&self) -> Result<TokenizerFiles> {
         let kind = self.text("tokenizer.ggml.model")?.ok_or_else(|| {
-            bad(&self.path, "it has no tokenizer (tokenizer.ggml.model); put the model's tokenizer.json next to it")
+            bad_gguf(
+                &self.path,
+                "it has no tokenizer (tokenizer.ggml.model); put the model's tokenizer.json next to it",
+            )
         })?;
         let vocabulary = GgufVocabulary::of(self)?;
         let (tokenizer, adds_bos) = match kind {

@@ -3,7 +3,7 @@
 
 use super::architectures::rotary_pairs;
 use super::header::{GgufHeader, TensorInfo};
-use super::tensor_names::{TensorForm, interleaved_row, place_of};
+use super::tensor_names::{TensorForm, interleaved_row, tensor_mapping};
 use super::tensor_types::SUPPORTED_FORMATS;
 use crate::error::{Error, FinetuneError, ParamError, Result};
 use candle_core::quantized::gguf_file::Value;
@@ -48,7 +48,7 @@ impl GgufFile {
         // raise SIGBUS. Nothing in candle-zero writes weights in place, and copying every model into memory to rule
         // this out would be too expensive.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
-        let header = GgufHeader::read(&map).map_err(|reason| bad(path, reason))?;
+        let header = GgufHeader::read(&map).map_err(|reason| bad_gguf(path, reason))?;
         Ok(Self { path: path.to_owned(), map, header, sources: BTreeMap::new() })
     }
 
@@ -61,10 +61,10 @@ impl GgufFile {
         let experts = config.mixture.as_ref().map_or(0, |mixture| mixture.experts);
         for (parameter, shape) in &parameters {
             let missing = || {
-                let (path, name, has) = (self.path.clone(), parameter.clone(), self.some_names());
-                Error::from(ParamError::MissingTensor { path, name, shape: shape.clone(), has })
+                let (path, name, existing) = (self.path.clone(), parameter.clone(), self.some_names());
+                Error::from(ParamError::MissingTensor { path, name, shape: shape.clone(), existing })
             };
-            let mapping = place_of(parameter, config, pairs).ok_or_else(missing)?;
+            let mapping = tensor_mapping(parameter, config, pairs).ok_or_else(missing)?;
             let stored = mapping.shape_in_file(shape, experts);
             for name in &mapping.names {
                 let (name, info) = self.header.tensors.get_key_value(name).ok_or_else(missing)?;
@@ -97,7 +97,7 @@ impl GgufFile {
     pub fn architecture(&self) -> Result<&str> {
         match self.header.metadata.get("general.architecture") {
             Some(Value::String(architecture)) => Ok(architecture),
-            _ => Err(bad(&self.path, "its metadata has no general.architecture")),
+            _ => Err(bad_gguf(&self.path, "its metadata has no general.architecture")),
         }
     }
 
@@ -131,7 +131,7 @@ impl GgufFile {
         }
         let (row, block) = (info.shape.last().copied().unwrap_or(1), format.block());
         if !row.is_multiple_of(block) {
-            return Err(bad(
+            return Err(bad_gguf(
                 &self.path,
                 format!(
                     "the row length of tensor {name}, {}, is not a multiple of the block size {block}",
@@ -149,7 +149,7 @@ impl GgufFile {
                 let reason = format!(
                     "tensor {name} ends beyond the end of the file ({bytes} bytes): the file is truncated or damaged"
                 );
-                Err(bad(&self.path, reason))
+                Err(bad_gguf(&self.path, reason))
             }
         }
     }
@@ -282,8 +282,8 @@ impl InitialValues for GgufFile {
             Some((source, infos?))
         });
         let Some((source, infos)) = infos else {
-            let (path, name, has) = (self.path.clone(), name.to_owned(), self.some_names());
-            return Err(ParamError::MissingTensor { path, name, shape: shape.to_vec(), has }.into());
+            let (path, name, existing) = (self.path.clone(), name.to_owned(), self.some_names());
+            return Err(ParamError::MissingTensor { path, name, shape: shape.to_vec(), existing }.into());
         };
         if source.shape != shape {
             return Err(FinetuneError::not_as_described(name, [&self.path, &self.path], &source.shape, shape).into());
@@ -323,6 +323,6 @@ pub(crate) fn gguf_files(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-pub(crate) fn bad(path: &Path, reason: impl ToString) -> Error {
+pub(crate) fn bad_gguf(path: &Path, reason: impl ToString) -> Error {
     FinetuneError::BadGguf { path: path.to_owned(), reason: reason.to_string() }.into()
 }

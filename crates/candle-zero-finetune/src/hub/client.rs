@@ -49,7 +49,7 @@ pub(super) struct FileStream {
 /// The reason for a failed request.
 pub(super) enum RequestFailure {
     /// A temporary failure, with the status of the response if there was one.
-    Passing(String, Option<u16>),
+    Transient(String, Option<u16>),
     /// A permanent failure.
     Final(Error),
 }
@@ -117,14 +117,14 @@ impl<'a> HubClient<'a> {
             match run() {
                 Ok(found) => return Ok(found),
                 Err(RequestFailure::Final(error)) => return Err(error),
-                Err(RequestFailure::Passing(..)) if tries + 1 < MAX_ATTEMPTS => {
+                Err(RequestFailure::Transient(..)) if tries + 1 < MAX_ATTEMPTS => {
                     tries += 1;
                     pause(tries);
                 }
-                Err(RequestFailure::Passing(_, Some(status))) => {
+                Err(RequestFailure::Transient(_, Some(status))) => {
                     return Err(self.no_answer(file, status, String::new()).into());
                 }
-                Err(RequestFailure::Passing(reason, None)) => return Err(self.unreachable(file, reason).into()),
+                Err(RequestFailure::Transient(reason, None)) => return Err(self.unreachable(file, reason).into()),
             }
         }
     }
@@ -157,7 +157,7 @@ impl<'a> HubClient<'a> {
                 Some(token) => request.header(AUTHORIZATION, token),
                 None => request,
             };
-            let answer = answer.call().map_err(|e| RequestFailure::Passing(e.to_string(), None))?;
+            let answer = answer.call().map_err(|e| RequestFailure::Transient(e.to_string(), None))?;
             let (status, headers) = (answer.status(), answer.headers());
             if !status.is_redirection() {
                 self.check_status(file, status.as_u16(), headers)?;
@@ -195,7 +195,8 @@ impl<'a> HubClient<'a> {
         if from > 0 {
             request = request.header(RANGE, format!("bytes={from}-"));
         }
-        let answer: http::Response<Body> = request.call().map_err(|e| RequestFailure::Passing(e.to_string(), None))?;
+        let answer: http::Response<Body> =
+            request.call().map_err(|e| RequestFailure::Transient(e.to_string(), None))?;
         let status = answer.status().as_u16();
         self.check_status(file, status, answer.headers())?;
         let start = match status {
@@ -242,27 +243,29 @@ impl<'a> HubClient<'a> {
         let (name, revision) = (self.repository.name().to_owned(), self.repository.revision().to_owned());
         let (endpoint, file) = (self.settings.endpoint.clone(), file.to_owned());
         let has_token = self.settings.token.is_some();
-        let said = text_of(headers, "x-error-message").unwrap_or_default();
-        let said: String =
-            said.trim_end_matches('.').chars().filter(|c| !c.is_control()).take(MAX_SHOWN_CHARS).collect();
+        let server_message = text_of(headers, "x-error-message").unwrap_or_default();
+        let server_message: String =
+            server_message.trim_end_matches('.').chars().filter(|c| !c.is_control()).take(MAX_SHOWN_CHARS).collect();
         Err(match (status, text_of(headers, "x-error-code").unwrap_or_default()) {
             (200 | 206, _) => return Ok(()),
             (_, "RepoNotFound") => HubError::NoRepository { repository, endpoint, has_token }.into(),
             (_, "RevisionNotFound") => HubError::NoRevision { name, revision }.into(),
             (_, "GatedRepo") => HubError::Gated { repository, name, file, endpoint }.into(),
-            (401 | 403, _) => HubError::Refused { repository, file, endpoint, status, said, has_token }.into(),
+            (401 | 403, _) => {
+                HubError::Refused { repository, file, endpoint, status, server_message, has_token }.into()
+            }
             (404, _) if file == LISTING_NAME => HubError::NoRepository { repository, endpoint, has_token }.into(),
             (408 | 416 | 500..=504, _) => {
-                RequestFailure::Passing(format!("{endpoint} answered with HTTP {status}"), Some(status))
+                RequestFailure::Transient(format!("{endpoint} answered with HTTP {status}"), Some(status))
             }
-            _ => self.no_answer(&file, status, said).into(),
+            _ => self.no_answer(&file, status, server_message).into(),
         })
     }
 
-    fn no_answer(&self, file: &str, status: u16, said: String) -> HubError {
+    fn no_answer(&self, file: &str, status: u16, server_message: String) -> HubError {
         let (repository, file, endpoint) =
             (self.repository.to_string(), file.to_owned(), self.settings.endpoint.clone());
-        HubError::Status { repository, file, endpoint, status, said }
+        HubError::Status { repository, file, endpoint, status, server_message }
     }
 
     fn unreachable(&self, file: &str, reason: String) -> HubError {

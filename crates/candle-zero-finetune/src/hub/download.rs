@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use candle_zero::files::{folder_of, sync_folder};
 use candle_zero::notice;
 use candle_zero::offload::free_space;
-use candle_zero::util::{binary, counted, hex};
+use candle_zero::util::{counted, format_bytes, hex};
 use ring::digest::{Context, SHA256};
 use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Read as _, Seek as _, SeekFrom, Write as _};
@@ -58,13 +58,13 @@ impl FileDownload<'_> {
             let reason = match self.add(&mut output, part, before, remote) {
                 Ok(()) => continue,
                 Err(RequestFailure::Final(error)) => return Err(error),
-                Err(RequestFailure::Passing(reason, _)) => reason,
+                Err(RequestFailure::Transient(reason, _)) => reason,
             };
             let done = output.metadata().map_err(|source| self.not_written(part, remote, source))?.len();
             tries = if done > before { 1 } else { tries + 1 };
             if tries == MAX_ATTEMPTS {
                 let (repository, file) = (self.repository.to_string(), self.file.to_owned());
-                let (done, size) = (binary(done).into(), binary(remote.size).into());
+                let (done, size) = (format_bytes(done).into(), format_bytes(remote.size).into());
                 return Err(HubError::Interrupted { repository, file, done, size, reason }.into());
             }
             self.report_problem(&format!("{reason}; resuming at byte {done} of {size}", size = remote.size));
@@ -91,10 +91,10 @@ impl FileDownload<'_> {
         loop {
             let read = match reader.read(&mut buffer) {
                 Ok(0) if done == remote.size => return Ok(()),
-                Ok(0) => return Err(RequestFailure::Passing("the connection ended".into(), None)),
+                Ok(0) => return Err(RequestFailure::Transient("the connection ended".into(), None)),
                 Ok(read) => read,
                 Err(e) if e.kind() == ErrorKind::Interrupted => continue,
-                Err(e) => return Err(RequestFailure::Passing(e.to_string(), None)),
+                Err(e) => return Err(RequestFailure::Transient(e.to_string(), None)),
             };
             done += read as u64;
             if done > remote.size {
@@ -128,8 +128,8 @@ fn not_written(repository: &Repository, file: &str, path: &Path, remote: &Remote
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
             let folder = folder_of(path).to_owned();
             let existing = path.metadata().map_or(0, |found| found.len());
-            let needed = binary(remote.size.saturating_sub(existing)).into();
-            let free = binary(free_space(&folder)).into();
+            let needed = format_bytes(remote.size.saturating_sub(existing)).into();
+            let free = format_bytes(free_space(&folder)).into();
             HubError::NoSpace { repository: repository.to_string(), file: file.into(), folder, needed, free }.into()
         }
         _ => Error::Io { action: "write", path: path.to_owned(), source },

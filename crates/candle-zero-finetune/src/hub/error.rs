@@ -62,7 +62,7 @@ pub enum HubError {
     /// A token that is refused or missing.
     #[error(
         "{endpoint} refuses access to {file} of {repository} (HTTP {status}){}; {}",
-        if said.is_empty() { String::new() } else { format!(": {said}") },
+        if server_message.is_empty() { String::new() } else { format!(": {server_message}") },
         if *has_token { "give a token that may read it (HF_TOKEN); this one is not accepted" }
         else { "give a token of an account that may read it (HF_TOKEN)" }
     )]
@@ -76,7 +76,7 @@ pub enum HubError {
         /// The status of the response.
         status: u16,
         /// The server's message.
-        said: String,
+        server_message: String,
         /// Whether a token was given.
         has_token: bool,
     },
@@ -107,7 +107,7 @@ pub enum HubError {
     },
     /// A server that answers with an error status.
     #[error("{endpoint} answered the request for {file} of {repository} with HTTP {status}{}; {}",
-        if said.is_empty() { String::new() } else { format!(" ({said})") },
+        if server_message.is_empty() { String::new() } else { format!(" ({server_message})") },
         if *status == 429 { "too many requests came from this address; wait a few minutes, or give a token (HF_TOKEN)" }
         else { "try again later" }
     )]
@@ -121,7 +121,7 @@ pub enum HubError {
         /// The status of the response.
         status: u16,
         /// The server's message.
-        said: String,
+        server_message: String,
     },
     /// A response that does not come from a Hub.
     #[error(

@@ -5,14 +5,14 @@ use super::download::{FileDownload, part_of};
 use super::error::HubError;
 use super::repository::{FileSelection, Repository, is_part};
 use super::settings::HubSettings;
-use super::snapshot::{CONFIG, Snapshot, beside};
+use super::snapshot::{CONFIG, Snapshot, non_weight_files};
 use crate::ADDITIONAL_TEMPLATES;
 use crate::error::{Error, Result};
 use candle_zero::files::{FolderLock, FolderLockOutcome};
 use candle_zero::notice;
 use candle_zero::offload::free_space;
 use candle_zero::param::{FILE_OF_FOLDER, INDEX_OF_FOLDER};
-use candle_zero::util::{binary, counted, list};
+use candle_zero::util::{counted, format_bytes, list};
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;
@@ -27,7 +27,7 @@ pub struct FetchProgress<'a> {
     /// The number of the file's bytes that are in the cache so far.
     pub bytes: u64,
     /// The size of the file in bytes.
-    pub of: u64,
+    pub total_bytes: u64,
 }
 
 impl Repository {
@@ -59,7 +59,7 @@ impl Repository {
         let mut fetch =
             SnapshotFetch { repository: self, client: &client, commit: &listing.sha, snapshot: &snapshot, tell };
         fetch.check(&names, parts)?;
-        let mut files: Vec<&str> = beside().filter(|name| names.contains(name)).collect();
+        let mut files: Vec<&str> = non_weight_files().filter(|name| names.contains(name)).collect();
         files.extend(named_templates(&names));
         fetch.fetch_missing(files)?;
         if parts == FileSelection::All {
@@ -161,14 +161,14 @@ impl SnapshotFetch<'_, '_> {
                 repository,
                 file: list(&files),
                 folder,
-                needed: binary(needed).into(),
-                free: binary(free).into(),
+                needed: format_bytes(needed).into(),
+                free: format_bytes(free).into(),
             }
             .into());
         }
         if count > 0 {
             let (commit, folder) = (&self.commit[..self.commit.len().min(12)], folder.display());
-            let bytes = binary(needed);
+            let bytes = format_bytes(needed);
             notice::emit(&format!(
                 "{repository} at commit {commit}: fetching {bytes} ({}) into {folder}",
                 counted(count, "file")
@@ -177,8 +177,8 @@ impl SnapshotFetch<'_, '_> {
         for (file, remote, content, has_content) in remotes {
             if !has_content {
                 let tell = &mut *self.tell;
-                let of = remote.size;
-                let mut tell = |bytes| tell(FetchProgress { file, bytes, of });
+                let total_bytes = remote.size;
+                let mut tell = |bytes| tell(FetchProgress { file, bytes, total_bytes });
                 let (repository, client, commit) = (self.repository, self.client, self.commit);
                 FileDownload { client, repository, commit, file, tell: &mut tell }.download_to(&remote, &content)?;
             }
@@ -194,7 +194,7 @@ impl SnapshotFetch<'_, '_> {
         fs::create_dir_all(folder).map_err(wrong("create"))?;
         let mut is_reported = false;
         loop {
-            match FolderLock::ask(folder, Duration::from_secs(1)).map_err(wrong("lock"))? {
+            match FolderLock::acquire(folder, Duration::from_secs(1)).map_err(wrong("lock"))? {
                 FolderLockOutcome::Held(lock) => return Ok(lock),
                 FolderLockOutcome::Busy(owner) if !is_reported => {
                     is_reported = true;

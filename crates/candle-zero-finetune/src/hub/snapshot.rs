@@ -105,7 +105,7 @@ impl Snapshot {
 const TOKENIZERS: [&[&str]; 3] = [&["tokenizer.json"], &["vocab.txt"], &["vocab.json", "merges.txt"]];
 
 /// Returns the names of the files other than weights that are fetched if a repository has them.
-pub(super) fn beside() -> impl Iterator<Item = &'static str> {
+pub(super) fn non_weight_files() -> impl Iterator<Item = &'static str> {
     [CONFIG].into_iter().chain(COMPANION_FILES)
 }
 

@@ -37,7 +37,7 @@ pub struct ClassificationOutput {
     /// The number of tokens that were classified, including those that the tokenizer adds, but not those cut off.
     pub tokens: usize,
     /// The number of tokens cut off at the end because the model's context is too short.
-    pub cut: usize,
+    pub truncated_tokens: usize,
 }
 
 impl Classifier {
@@ -93,9 +93,9 @@ impl Classifier {
     /// A text that the tokenizer refuses or that yields no tokens; results that are not finite.
     pub fn classify(&self, text: &str) -> Result<ClassificationOutput> {
         let mut ids = self.tokenizer.encode(text)?.ids;
-        let (before, after) = self.tokenizer.around();
+        let (before, after) = self.tokenizer.prefix_and_suffix();
         let room = self.config.ctx().saturating_sub(before.len() + after.len());
-        let cut = ids.len().saturating_sub(room);
+        let truncated_tokens = ids.len().saturating_sub(room);
         ids.truncate(room);
         let ids = [before, &ids, after].concat();
         let tokens = ids.len();
@@ -112,7 +112,7 @@ impl Classifier {
         let mut labels: Vec<(String, f64)> = self.labels().iter().cloned().zip(probabilities).collect();
         // The sort is stable: labels with equal probabilities keep the order of the classes.
         labels.sort_by(|a, b| b.1.total_cmp(&a.1));
-        Ok(ClassificationOutput { labels, tokens, cut })
+        Ok(ClassificationOutput { labels, tokens, truncated_tokens })
     }
 }
 

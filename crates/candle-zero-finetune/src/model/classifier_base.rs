@@ -3,7 +3,7 @@
 
 use super::base_model::{CONFIG, LM_HEAD, check_rows, check_weight, weights_of};
 use super::classifier_config::ClassifierConfig;
-use super::output_dir::write_beside;
+use super::output_dir::write_companion_files;
 use crate::error::{Error, FinetuneError, ParamError, Result};
 use candle_zero::checkpoint::{ConsolidatedDtype, write_json};
 use candle_zero::engine::InitialValues;
@@ -198,8 +198,8 @@ impl ClassifierBase {
     ///
     /// # Errors
     /// Files that cannot be read or written, or that already exist.
-    pub fn write_beside(&self, folder: &Path) -> Result<()> {
-        write_beside(&self.folder, self.json.clone(), folder, ConsolidatedDtype::F32)
+    pub fn write_companion_files(&self, folder: &Path) -> Result<()> {
+        write_companion_files(&self.folder, self.json.clone(), folder, ConsolidatedDtype::F32)
     }
 
     /// Writes the `config.json` with the names of the classes. An adapter has no other file that names them.

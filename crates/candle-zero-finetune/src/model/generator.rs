@@ -77,7 +77,7 @@ pub struct GeneratedText {
 /// let tokenizer = Tokenizer::open(base.tokenizer_path())?;
 /// let template = Template::open(base.tokenizer_path(), &tokenizer)?;
 /// let generator = Generator::new(&base, &tokenizer, Some(&template))?;
-/// let prompt = generator.of_conversation(&Conversation::new([("user", "What is 2+2?")]))?;
+/// let prompt = generator.encode_conversation(&Conversation::new([("user", "What is 2+2?")]))?;
 /// let answer = generator.answer(
 ///     &prompt,
 ///     &Sampling::default(),
@@ -94,7 +94,7 @@ pub struct Generator<'a> {
     tokenizer: &'a Tokenizer,
     template: Option<&'a Template>,
     base: &'a BaseModel,
-    ends: Vec<u32>,
+    stop_token_ids: Vec<u32>,
 }
 
 impl<'a> Generator<'a> {
@@ -108,20 +108,20 @@ impl<'a> Generator<'a> {
     pub fn new(base: &'a BaseModel, tokenizer: &'a Tokenizer, template: Option<&'a Template>) -> Result<Self> {
         base.check_tokens(tokenizer.vocab_size())?;
         let settings = object(&base.folder().join("generation_config.json"))?;
-        let mut ends = end_token_ids(&settings);
+        let mut stop_token_ids = end_token_ids(&settings);
         let config = base.config_json().as_object();
         let text = config.and_then(|config| config.get("text_config")?.as_object());
-        config.into_iter().chain(text).for_each(|config| ends.extend(end_token_ids(config)));
-        ends.extend(tokenizer.special_id("eos_token"));
-        ends.extend(template.and_then(|template| end_of_turn(tokenizer, template)));
-        ends.sort_unstable();
-        ends.dedup();
-        Ok(Self { tokenizer, template, base, ends })
+        config.into_iter().chain(text).for_each(|config| stop_token_ids.extend(end_token_ids(config)));
+        stop_token_ids.extend(tokenizer.special_id("eos_token"));
+        stop_token_ids.extend(template.and_then(|template| end_of_turn(tokenizer, template)));
+        stop_token_ids.sort_unstable();
+        stop_token_ids.dedup();
+        Ok(Self { tokenizer, template, base, stop_token_ids })
     }
 
     /// Returns the tokens that end an answer.
-    pub fn ends(&self) -> &[u32] {
-        &self.ends
+    pub fn stop_token_ids(&self) -> &[u32] {
+        &self.stop_token_ids
     }
 
     /// Returns whether there is a chat template.
@@ -133,7 +133,7 @@ impl<'a> Generator<'a> {
     ///
     /// # Errors
     /// [`FinetuneError::NoTemplate`]; errors of [`Template::render`] and [`Tokenizer::encode`].
-    pub fn of_conversation(&self, conversation: &Conversation) -> Result<Vec<u32>> {
+    pub fn encode_conversation(&self, conversation: &Conversation) -> Result<Vec<u32>> {
         let no_template = || FinetuneError::NoTemplate { folder: self.base.folder().to_owned() };
         let text = self.template.ok_or_else(no_template)?.render(conversation, true)?;
         Ok(self.tokenizer.encode(&text)?.ids)
@@ -143,9 +143,9 @@ impl<'a> Generator<'a> {
     ///
     /// # Errors
     /// Errors of [`Tokenizer::encode`].
-    pub fn of_text(&self, text: &str) -> Result<Vec<u32>> {
+    pub fn encode_text(&self, text: &str) -> Result<Vec<u32>> {
         let ids = self.tokenizer.encode(text)?.ids;
-        Ok([self.tokenizer.around().0, &ids].concat())
+        Ok([self.tokenizer.prefix_and_suffix().0, &ids].concat())
     }
 
     /// Generates the answer to `prompt`. `extend` adds ids to a session and returns the logits `[vocab]` of the next
@@ -199,7 +199,7 @@ impl<'a> Generator<'a> {
             }
             keep_likeliest(&mut logits, sampling.top_k, sampling.top_p, sampling.temperature);
             let id = next_token(&logits, sampling.temperature, &mut rng);
-            if self.ends.contains(&id) {
+            if self.stop_token_ids.contains(&id) {
                 answer.ended = true;
                 break;
             }

@@ -1,7 +1,7 @@
 //! Merges an adapter into a model's weights, W + s B A, one tensor at a time, so that the model is never completely in
 //! memory.
 
-use super::output_dir::{new_folder, write_beside};
+use super::output_dir::{new_folder, write_companion_files};
 use crate::chat::tokenizer_files::TokenizerFiles;
 use crate::error::{Error, FinetuneError, Result};
 use crate::{Adapter, AdapterTensor, BaseModel};
@@ -268,7 +268,7 @@ impl<'a> ExpertUpdates<'a> {
         let all = b.values.chunks_exact(columns.max(1));
         let rows: Vec<&[f32]> = all.skip(part.outputs.start).take(part.outputs.len()).collect();
         // The adapter was compared with the model, so the number of experts divides the number of A's rows.
-        let experts = part.of;
+        let experts = part.expert_count;
         let rank = columns / experts.max(1);
         let matrices = part.experts.clone().map(|expert| {
             let a = &a.values[expert * rank * inputs..(expert + 1) * rank * inputs];
@@ -360,7 +360,7 @@ impl MergedModel<'_> {
             }
             Ok(())
         })?;
-        write_beside(self.base.folder(), self.base.config_json().clone(), folder, dtype)?;
+        write_companion_files(self.base.folder(), self.base.config_json().clone(), folder, dtype)?;
         match self.base.tokenizer_path() {
             file if file.is_file() => TokenizerFiles::read(file)?.write(folder),
             _ => Ok(()),

@@ -12,7 +12,7 @@ use std::path::Path;
 pub(crate) fn new_folder(out: &Path) -> Result<AtomicFolder> {
     let wrong = |action| move |source| Error::Io { action, path: out.to_owned(), source };
     match free_folder(out).map_err(wrong("read"))? {
-        Ok(out) => AtomicFolder::beside(&out).map_err(wrong("create")),
+        Ok(out) => AtomicFolder::create_for(&out).map_err(wrong("create")),
         Err(problem) => Err(OutputError::Refused { path: out.to_owned(), problem: problem.into() }.into()),
     }
 }
@@ -39,7 +39,7 @@ pub(crate) const TOKENIZER: &[&str] = COMPANION_FILES.split_at(10).0.split_at(1)
 /// Writes `config` into the folder `to` as its `config.json`, with the dtype of the weights and without a
 /// `quantization_config`, and copies the existing [`COMPANION_FILES`] and additional chat templates there from the
 /// folder `from`.
-pub(crate) fn write_beside(from: &Path, mut config: Value, to: &Path, dtype: ConsolidatedDtype) -> Result<()> {
+pub(crate) fn write_companion_files(from: &Path, mut config: Value, to: &Path, dtype: ConsolidatedDtype) -> Result<()> {
     if let Some(config) = config.as_object_mut() {
         // The key is called `dtype` in transformers 5, and `torch_dtype` in transformers 4.
         let key = if config.contains_key("dtype") { "dtype" } else { "torch_dtype" };

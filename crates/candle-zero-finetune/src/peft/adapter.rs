@@ -283,7 +283,7 @@ impl Adapter {
         let modules = self.tensors.keys().filter_map(|name| name.strip_suffix(".lora_A.weight"));
         let (lora, base, saved) = (self.config.clone(), self.base.clone(), self.saved.clone());
         let config = PeftConfig { lora, base, is_pattern: false, saved }.write(modules, is_conv1d);
-        files::write_whole(&folder.join(CONFIG), ".adapter", config.as_bytes())?;
+        files::write_atomically(&folder.join(CONFIG), ".adapter", config.as_bytes())?;
         // In a classifier's adapter, only the names of tensors in blocks get the prefix of the model's files.
         let prefix = |name: &str| match self.saved.is_none() || ["layers.", "h."].iter().any(|b| name.starts_with(b)) {
             true => prefix,
@@ -304,7 +304,7 @@ impl Adapter {
         let views = views.collect::<std::io::Result<Vec<_>>>()?;
         let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
         let file = safetensors::serialize(views, Some(metadata)).map_err(invalid)?;
-        files::write_whole(&folder.join(TENSORS), ".adapter", &file)?;
+        files::write_atomically(&folder.join(TENSORS), ".adapter", &file)?;
         files::sync_folder(folder)
     }
 }

@@ -7,7 +7,7 @@ use super::options::{Objective, TuningMethod};
 use super::pipeline_fit::{PipelineFitInput, PipelineShape};
 use super::prepare::{PreparedRun, StartModel};
 use super::traffic_estimate::HostNetwork;
-use crate::data::sample_cache::own_cache;
+use crate::data::sample_cache::cache_root;
 use crate::error::Result;
 use crate::model::classifier_config::ClassifierConfig;
 use crate::peft::qlora_weight_selection::{PACKING, quantized_except};
@@ -56,7 +56,7 @@ pub(super) struct ChosenConfig {
     pub config: Value,
     pub pipeline: Option<PipelineShape>,
     /// The choice and its reason, if there was a choice.
-    pub chosen: Option<String>,
+    pub explanation: Option<String>,
 }
 
 /// Completes `config` with the stage and offload that fit into `memory` bytes on each rank, in a pipeline of `stages`
@@ -65,14 +65,14 @@ pub(super) struct ChosenConfig {
 ///
 /// # Errors
 /// Errors of [`MemoryFitInput::choose`]; a pipeline that is not possible or does not fit.
-pub(super) fn placed(
+pub(super) fn choose_config(
     prepared: &PreparedRun,
     config: Value,
     memory: u64,
     (ranks, stages): (RunTopology, Option<usize>),
 ) -> Result<ChosenConfig> {
     let options = &prepared.options;
-    let unchanged = |config| Ok(ChosenConfig { config, pipeline: None, chosen: None });
+    let unchanged = |config| Ok(ChosenConfig { config, pipeline: None, explanation: None });
     let sizes = match &prepared.start {
         StartModel::Decoder { config, .. } => config.clone(),
         StartModel::Classifier { .. } if options.ds_config.is_some() => return unchanged(config),
@@ -109,16 +109,16 @@ pub(super) fn placed(
         (Some(_), Some(_)) => {
             // Problems are reported before any rank has built its part.
             let shape = PipelineShape::of(&pipeline.estimate(&config)?)?;
-            return Ok(ChosenConfig { config, pipeline: Some(shape), chosen: None });
+            return Ok(ChosenConfig { config, pipeline: Some(shape), explanation: None });
         }
-        (None, Some(_)) => return Ok(ChosenConfig { config, pipeline: None, chosen: None }),
+        (None, Some(_)) => return Ok(ChosenConfig { config, pipeline: None, explanation: None }),
         (Some(stages), None) => {
             let fit = pipeline.choose(&[stages])?.map_err(|smallest| smallest.refused(memory))?;
-            let mut chosen = fit.explained(memory);
+            let mut explanation = fit.explained(memory);
             if network.hosts > 1 {
-                chosen += &network.of_pipeline(pipeline.bytes_between_hosts(network.hosts));
+                explanation += &network.describe_pipeline_traffic(pipeline.bytes_between_hosts(network.hosts));
             }
-            return Ok(ChosenConfig { config: fit.config, pipeline: Some(fit.shape), chosen: Some(chosen) });
+            return Ok(ChosenConfig { config: fit.config, pipeline: Some(fit.shape), explanation: Some(explanation) });
         }
         (None, None) => {}
     }
@@ -137,7 +137,7 @@ pub(super) fn placed(
     };
     // Each output has a separate folder, because an offload folder serves only one job at a time.
     let out = std::path::absolute(&options.out).unwrap_or_else(|_| options.out.clone());
-    let folder = own_cache()?.join(format!("offload/{:016x}", fnv1a(out.as_os_str().as_encoded_bytes())));
+    let folder = cache_root()?.join(format!("offload/{:016x}", fnv1a(out.as_os_str().as_encoded_bytes())));
     let local_steps = config.get("local_steps").filter(|section| !section.is_null());
     let may_divide = options.objective == Objective::Generate && options.pipeline.is_none() && local_steps.is_none();
     let divisions = if may_divide { divisions(sizes.blocks.len(), world, network.hosts) } else { Vec::new() };
@@ -186,16 +186,16 @@ fn choose(demand: &MemoryFitInput<'_>, pipeline: &PipelineFitInput<'_>, division
         && let Ok(Ok(fit)) = pipeline.choose(divisions)
     {
         let network = demand.host_network();
-        let chosen = format!(
+        let explanation = format!(
             "{}; {on_host}{}{}",
             fit.explained(demand.memory),
-            network.of_pipeline(pipeline.bytes_between_hosts(network.hosts)),
+            network.describe_pipeline_traffic(pipeline.bytes_between_hosts(network.hosts)),
             demand.without_pipeline()?
         );
-        return Ok(ChosenConfig { config: fit.config, pipeline: Some(fit.shape), chosen: Some(chosen) });
+        return Ok(ChosenConfig { config: fit.config, pipeline: Some(fit.shape), explanation: Some(explanation) });
     }
     let choice = demand.choose()?;
-    Ok(ChosenConfig { config: choice.config, pipeline: None, chosen: Some(choice.why) })
+    Ok(ChosenConfig { config: choice.config, pipeline: None, explanation: Some(choice.explanation) })
 }
 
 #[cfg(test)]
@@ -249,7 +249,7 @@ mod tests {
         };
         let choice = choose(&demand, &pipeline, &divisions(sizes.blocks.len(), world, 2)).unwrap();
         assert_eq!(choice.config.get("pipeline").is_some(), choice.pipeline.is_some());
-        (choice.pipeline, choice.chosen.unwrap())
+        (choice.pipeline, choice.explanation.unwrap())
     }
 
     #[test]

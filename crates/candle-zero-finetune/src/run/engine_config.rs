@@ -1,6 +1,6 @@
 //! Builds the engine's configuration for a run: the user's file, if there is one, completed from the options.
 
-use super::options::{LocalStepsOptions, ModelPrecision, Options, misused};
+use super::options::{LocalStepsOptions, ModelPrecision, Options, option_use_error};
 use crate::error::Result;
 use candle_zero::config::{Config, RunValues, island_slots, read_value};
 use candle_zero::util::counted;
@@ -63,7 +63,7 @@ pub(super) struct DataParallelDegree {
 
 /// Returns `config` with batch, optimizer, clipping, seed and precision filled in. If neither `config` nor the options
 /// set the number of rows in a step, this number is `rows`, and the second returned value is true.
-pub(super) fn filled_in(
+pub(super) fn complete_config(
     mut config: Value,
     options: &Options,
     parts: DataParallelDegree,
@@ -118,7 +118,7 @@ fn set_batch(map: &mut Map<String, Value>, options: &Options, parts: DataParalle
             },
             multiples.join(" or "),
         );
-        return Err(misused("--batch", problem));
+        return Err(option_use_error("--batch", problem));
     }
     // These keys may be "auto".
     BATCH_KEYS.iter().for_each(|key| _ = map.remove(*key));
@@ -143,7 +143,7 @@ fn set_learning_rate(map: &mut Map<String, Value>, options: &Options, hidden_siz
 }
 
 fn conflict(flag: &'static str, given: impl std::fmt::Display, key: &str, found: &Value) -> candle_zero::Error {
-    misused(
+    option_use_error(
         flag,
         format!(
             "is {given}, but the DeepSpeed configuration has {key}: {found}; give only one of them, or \"auto\" there"

@@ -5,7 +5,7 @@ use super::prepare::{PreparedRun, StartModel};
 use super::result_folders::ResultKind;
 use super::training_engine::TrainingEngine;
 use crate::Adapter;
-use crate::data::sample_cache::own_cache;
+use crate::data::sample_cache::cache_root;
 use crate::error::{Error, FinetuneError, OutputError, ParamError, Result};
 use crate::model::merged_model::MergedModel;
 use candle_zero::files::{AtomicFolder, OutputDigests, folder_of};
@@ -26,9 +26,9 @@ pub(super) fn write(
     written: &mut OutputDigests,
 ) -> Result<Option<Error>> {
     let prepared = card.prepared;
-    let place = |written: &OutputDigests| prepared.options.place(part, to, written);
+    let output_location = |written: &OutputDigests| prepared.options.output_location(part, to, written);
     let wrong = |source| Error::Io { action: "write", path: to.to_owned(), source };
-    let begin = || AtomicFolder::beside(&place(written)?.0).map_err(wrong);
+    let begin = || AtomicFolder::create_for(&output_location(written)?.0).map_err(wrong);
     let scratch = (engine.rank() == 0).then(begin).transpose();
     let folder = match agree(engine, to, scratch)? {
         Ok(folder) => folder,
@@ -43,7 +43,7 @@ pub(super) fn write(
     let finished = filled.and_then(|()| {
         let Some(folder) = folder else { return Ok(()) };
         // Hours may have passed. Files that appeared in the meantime must not be replaced.
-        let (_, is_replaced) = place(written)?;
+        let (_, is_replaced) = output_location(written)?;
         written.begin(part.name(), folder.path()).map_err(wrong)?;
         match is_replaced {
             true => folder.exchange(|path| written.is_own(part.name(), path)),
@@ -91,7 +91,7 @@ fn fill(engine: &mut TrainingEngine, prepared: &PreparedRun, into: &Path) -> Res
                     let numel = tensor.shape().iter().product();
                     tensor.values(name, tensor.shape(), 0..numel).map_err(diverged)?;
                 }
-                base.write_beside(into)
+                base.write_companion_files(into)
             };
             return Ok(exported.and_then(|()| write()));
         }
@@ -175,7 +175,7 @@ pub(super) fn finish(
     }
     for saved in fallback_folders(&to) {
         if write(engine, card, part, &saved, &mut OutputDigests::empty(None))?.is_none() {
-            return Err(OutputError::Elsewhere { path: to, problem, saved }.into());
+            return Err(OutputError::SavedElsewhere { path: to, problem, saved }.into());
         }
     }
     Err(OutputError::Refused {
@@ -190,7 +190,7 @@ pub(super) fn finish(
 fn fallback_folders(to: &Path) -> [PathBuf; 4] {
     let name = to.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let parent = folder_of(to).to_owned();
-    let cache = own_cache().unwrap_or_else(|_| std::env::temp_dir());
+    let cache = cache_root().unwrap_or_else(|_| std::env::temp_dir());
     let current = std::env::current_dir().unwrap_or_else(|_| std::env::temp_dir());
     [parent, current, cache, std::env::temp_dir()].map(|folder| {
         let free = (1u32..).map(|n| folder.join(format!("{name}-saved-{n}")));

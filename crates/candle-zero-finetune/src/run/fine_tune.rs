@@ -14,7 +14,7 @@ use super::auto_offload::{RunTopology, memory_of_all};
 use super::expert_loads::{DeadExpertDetector, ExpertShares};
 use super::model_card::RunOutcome;
 use super::objective::ValidationResult;
-use super::options::misused;
+use super::options::option_use_error;
 use super::pipeline_fit::PipelineShape;
 use super::plan::{RunPlan, eval_every, remembered_batch};
 use super::prepare::{PreparedRun, StartModel};
@@ -77,15 +77,15 @@ pub struct FineTune {
     total: u64,
     /// The identity of the run, on rank 0 of a run that saves checkpoints.
     identity: Option<RunIdentity>,
-    shorter: Option<usize>,
+    shortened_row_tokens: Option<usize>,
     /// The settings, for the record next to the result.
     settings: Value,
     state: EarlyStopState,
-    ended: Option<StopReason>,
+    stop_reason: Option<StopReason>,
     start: FineTuneStart,
     skipped_before: u64,
     first_step: u64,
-    chosen: Option<String>,
+    config_explanation: Option<String>,
     /// The locks on outputs that no other job may write. Rank 0 holds them, unless the process that started it does.
     _claims: OutputLocks,
     /// The digests of what this run has written into the folders of its result.
@@ -106,7 +106,8 @@ impl FineTune {
     /// # Errors
     /// A configuration that cannot be used; weights that cannot be read; a checkpoint of another run or with more steps
     /// ([`FinetuneError::OtherRun`](crate::error::FinetuneError::OtherRun),
-    /// [`FinetuneError::StepsMade`](crate::error::FinetuneError::StepsMade)); a checkpoint folder that is not writable.
+    /// [`FinetuneError::CheckpointBeyondEnd`](crate::error::FinetuneError::CheckpointBeyondEnd)); a checkpoint folder
+    /// that is not writable.
     pub fn start(prepared: PreparedRun, comm: Arc<dyn Communicator>) -> Result<Self> {
         let memory = memory_of_all(&*comm)?;
         let remembered = remembered_batch(&prepared, &*comm)?;
@@ -117,8 +118,7 @@ impl FineTune {
         let identity = (comm.rank() == 0 && prepared.options.saving.is_some()).then(|| plan.identity(&prepared));
         let identity = identity.transpose().inspect_err(abort)?;
         let settings = json!(plan.settings(&prepared));
-        let RunPlan { config, rates, pipeline, training, validation, validation_parts, total, shorter, chosen, .. } =
-            plan;
+        let RunPlan { config, rates, pipeline, training, validation, validation_parts, total, .. } = plan;
         prepared.options.outputs_with(&config).check().inspect_err(|error| comm.abort(&error.to_string()))?;
         let claims = match comm.rank() == 0 && !prepared.is_claimed {
             true => {
@@ -150,15 +150,15 @@ impl FineTune {
             training,
             validation,
             total,
-            shorter,
+            shortened_row_tokens: plan.shortened_row_tokens,
             identity,
             settings,
             state: EarlyStopState::default(),
-            ended: None,
+            stop_reason: None,
             start: FineTuneStart::New,
             skipped_before: 0,
             first_step: 0,
-            chosen,
+            config_explanation: plan.config_explanation,
             _claims: claims,
             written,
             experts: DeadExpertDetector::default(),
@@ -219,7 +219,7 @@ impl FineTune {
         self.start = start;
         let patience = self.prepared.options.patience.unwrap_or(u64::MAX);
         if self.state.stale >= patience {
-            self.ended = Some(StopReason::NoImprovement);
+            self.stop_reason = Some(StopReason::NoImprovement);
         }
     }
 
@@ -268,8 +268,8 @@ impl FineTune {
     }
 
     /// Returns the chosen stage and offload and the reason, if there was a choice.
-    pub fn chosen(&self) -> Option<&str> {
-        self.chosen.as_deref()
+    pub fn config_explanation(&self) -> Option<&str> {
+        self.config_explanation.as_deref()
     }
 
     /// Returns the share of a step in which the ranks of a pipeline wait on average, if messages take no time; 0
@@ -295,8 +295,8 @@ impl FineTune {
 
     /// Returns the number of tokens in a row if rows hold fewer samples than would fit, so that an epoch has more
     /// steps.
-    pub fn shorter_rows(&self) -> Option<usize> {
-        self.shorter
+    pub fn shortened_row_tokens(&self) -> Option<usize> {
+        self.shortened_row_tokens
     }
 
     /// Returns the number of epochs of the run.
@@ -306,7 +306,7 @@ impl FineTune {
     }
 
     /// Returns the checkpoint that the run resumed from.
-    pub fn resumed(&self) -> Option<&Path> {
+    pub fn resumed_from(&self) -> Option<&Path> {
         match &self.start {
             FineTuneStart::Resumed(checkpoint) => Some(checkpoint),
             FineTuneStart::New | FineTuneStart::Joined => None,
@@ -314,13 +314,13 @@ impl FineTune {
     }
 
     /// Returns the step at which this run, as an island, has joined others that were already training.
-    pub fn joined(&self) -> Option<u64> {
+    pub fn joined_at(&self) -> Option<u64> {
         (self.start == FineTuneStart::Joined).then_some(self.first_step)
     }
 
     /// Returns why the run has ended, once [`step`](Self::step) returns `None`.
-    pub fn ended(&self) -> Option<StopReason> {
-        self.ended
+    pub fn stop_reason(&self) -> Option<StopReason> {
+        self.stop_reason
     }
 
     /// Returns the best validation: the number of steps and the loss.
@@ -339,7 +339,7 @@ impl FineTune {
     /// Errors of the engine: a loss that is not finite in f32, a failed collective, a checkpoint that cannot be
     /// written when a request ends the run.
     pub fn step(&mut self) -> Result<Option<StepReport>> {
-        self.step_telling(&mut |_, _| ())
+        self.step_with_progress(&mut |_, _| ())
     }
 
     /// Runs the next step as [`step`](Self::step) does. Calls `tell` after each of this rank's micro batches with its
@@ -347,16 +347,16 @@ impl FineTune {
     ///
     /// # Errors
     /// See [`step`](Self::step).
-    pub fn step_telling(&mut self, tell: &mut dyn FnMut(usize, usize)) -> Result<Option<StepReport>> {
+    pub fn step_with_progress(&mut self, tell: &mut dyn FnMut(usize, usize)) -> Result<Option<StepReport>> {
         let report = self.next_step(tell);
         report.inspect_err(|error| self.engine.end_run(RunEnding::Failed, Some(&error.to_string())))
     }
 
     fn next_step(&mut self, tell: &mut dyn FnMut(usize, usize)) -> Result<Option<StepReport>> {
-        if self.ended.is_none() {
-            self.ended = self.is_at_end()?;
+        if self.stop_reason.is_none() {
+            self.stop_reason = self.is_at_end()?;
         }
-        if self.ended.is_some() {
+        if self.stop_reason.is_some() {
             let saved = self.engine.wait_for_checkpoint();
             self.report_failed_save(saved)?;
             return Ok(None);
@@ -364,7 +364,7 @@ impl FineTune {
         let mut report = self.train(tell)?;
         self.state.loss = Some(report.loss);
         self.engine.record_metrics(&[("tokens", report.tokens as f64), ("tokens_per_s", report.tokens_per_s)]);
-        let router_metrics = report.of_routers();
+        let router_metrics = report.router_metrics();
         if !router_metrics.is_empty() {
             self.engine.record_metrics(&router_metrics);
         }
@@ -399,25 +399,25 @@ impl FineTune {
         let steps = self.engine.global_steps();
         let patience = self.prepared.options.patience.unwrap_or(u64::MAX);
         let is_new = steps > self.first_step || self.start == FineTuneStart::Joined;
-        let ended = match () {
+        let stop_reason = match () {
             () if steps >= self.total => StopReason::Complete,
             () if self.state.stale >= patience => StopReason::NoImprovement,
-            () if self.engine.stop_requested()? => StopReason::Asked,
+            () if self.engine.stop_requested()? => StopReason::Requested,
             () => return Ok(None),
         };
-        self.ended = Some(ended);
+        self.stop_reason = Some(stop_reason);
         if is_new {
-            if ended != StopReason::Asked {
+            if stop_reason != StopReason::Requested {
                 self.synchronize_islands()?;
             }
             let saved = self.save(false);
-            match ended {
+            match stop_reason {
                 // A run that is stopped leaves nothing but its checkpoint, so a failed save is an error.
-                StopReason::Asked => saved?,
+                StopReason::Requested => saved?,
                 _ => self.report_failed_save(saved)?,
             }
         }
-        Ok(Some(ended))
+        Ok(Some(stop_reason))
     }
 
     /// Handles the outcome of a save, which fails on all ranks or on none. An error of the checkpoint is reported, but
@@ -426,7 +426,8 @@ impl FineTune {
         match saved {
             Err(error @ Error::Checkpoint(_)) => {
                 if self.comm.rank() == 0 {
-                    let next = if self.ended.is_some() { "the result is still written" } else { "training continues" };
+                    let next =
+                        if self.stop_reason.is_some() { "the result is still written" } else { "training continues" };
                     notice::emit(&format!("warning: {error}; {next}"));
                 }
                 self.failed_save = Some(error);
@@ -518,12 +519,12 @@ impl FineTune {
     pub fn answer(&mut self, prompt: &str, sampling: &Sampling) -> Result<GeneratedText> {
         let PreparedRun { start, tokenizer, template, .. } = &self.prepared;
         let StartModel::Decoder { base, config } = start else {
-            return Err(misused("--prompt", "is for text generation: a classifier generates no answers"));
+            return Err(option_use_error("--prompt", "is for text generation: a classifier generates no answers"));
         };
         let generator = Generator::new(base, tokenizer, template.as_ref())?;
         let ids = match template {
-            Some(_) => generator.of_conversation(&Conversation::new([("user", prompt)]))?,
-            None => generator.of_text(prompt)?,
+            Some(_) => generator.encode_conversation(&Conversation::new([("user", prompt)]))?,
+            None => generator.encode_text(prompt)?,
         };
         // Beyond the context, each further token would require recomputing all tokens.
         let max_tokens = sampling.max_tokens.min(config.ctx.saturating_sub(ids.len())).max(1);

@@ -17,7 +17,7 @@ pub(super) struct LearningRates {
 impl LearningRates {
     pub fn new(peak: f64, warmup: WarmupLength, total: u64, shape: LrDecay) -> Self {
         let warmup = match warmup {
-            WarmupLength::Part(part) => (total as f64 * part).round() as u64,
+            WarmupLength::Fraction(fraction) => (total as f64 * fraction).round() as u64,
             WarmupLength::Steps(steps) => steps.min(total),
         };
         Self { peak, warmup, total, shape }
@@ -62,20 +62,23 @@ mod tests {
     fn the_rate_rises_to_its_peak_and_falls_to_nothing_behind_the_last_step() {
         let cosine = rates(WarmupLength::Steps(4), LrDecay::Cosine);
         assert_eq!(cosine, [0.25, 0.5, 0.75, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]);
-        let linear = rates(WarmupLength::Part(0.25), LrDecay::Linear);
+        let linear = rates(WarmupLength::Fraction(0.25), LrDecay::Linear);
         assert_eq!(linear, [0.5, 1.0, 1.0, 0.833, 0.667, 0.5, 0.333, 0.167, 0.0]);
     }
 
     #[test]
     fn no_step_is_without_effect() {
         for shape in [LrDecay::Cosine, LrDecay::Linear, LrDecay::Constant] {
-            for warmup in
-                [WarmupLength::Part(0.0), WarmupLength::Steps(1), WarmupLength::Steps(100), WarmupLength::Part(1.0)]
-            {
+            for warmup in [
+                WarmupLength::Fraction(0.0),
+                WarmupLength::Steps(1),
+                WarmupLength::Steps(100),
+                WarmupLength::Fraction(1.0),
+            ] {
                 let rates = rates(warmup, shape);
                 assert!(rates[..8].iter().all(|rate| *rate > 0.0 && *rate <= 1.0), "{rates:?}");
             }
         }
-        assert_eq!(rates(WarmupLength::Part(0.0), LrDecay::Constant), [1.0; 9]);
+        assert_eq!(rates(WarmupLength::Fraction(0.0), LrDecay::Constant), [1.0; 9]);
     }
 }

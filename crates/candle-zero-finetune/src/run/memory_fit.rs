@@ -8,7 +8,7 @@
 use crate::error::{FinetuneError, Result};
 use candle_zero::config::{Config, LocalStepsConfig};
 use candle_zero::estimate::{Estimate, EstimateOptions, Shapes};
-use candle_zero::util::binary;
+use candle_zero::util::format_bytes;
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -64,7 +64,7 @@ pub struct MemoryFit {
     /// The maximum memory of a rank in bytes.
     pub bytes: u64,
     /// A readable description of the choice and its reason.
-    pub why: String,
+    pub explanation: String,
 }
 
 /// The share of the memory that a choice may fill. The rest is for the program, data in transfer, and the allocator's
@@ -107,8 +107,9 @@ impl MemoryFitInput<'_> {
             }
         }
         let smallest = smallest.map_or(0, |smallest| smallest.bytes);
-        let (needed, had) = (binary((smallest as f64 / USABLE_MEMORY).ceil() as u64), binary(self.memory));
-        Err(FinetuneError::NothingFits { ranks: self.ranks, needed, had }.into())
+        let needed = format_bytes((smallest as f64 / USABLE_MEMORY).ceil() as u64);
+        let available = format_bytes(self.memory);
+        Err(FinetuneError::NothingFits { ranks: self.ranks, needed, available }.into())
     }
 
     /// Returns the possible numbers of rows in a micro batch, largest first.
@@ -201,26 +202,26 @@ impl MemoryFitInput<'_> {
             within_hosts: zero.get("mics_shard_size").is_some(),
             micro_batch,
             bytes: state.saturating_add((self.activations)(micro_batch, recompute)) as u64,
-            why: String::new(),
+            explanation: String::new(),
         })
     }
 
     /// Adds the reason to the choice. `first` is the fastest candidate, if it did not fit.
     fn with_reason(&self, mut choice: MemoryFit, first: Option<MemoryFit>) -> Result<MemoryFit> {
-        let (bytes, memory) = (binary(choice.bytes), binary(self.memory));
-        choice.why = format!("{}: at most {bytes} of {memory} per rank", choice.description(Some(self.folder)));
+        let (bytes, memory) = (format_bytes(choice.bytes), format_bytes(self.memory));
+        choice.explanation = format!("{}: at most {bytes} of {memory} per rank", choice.description(Some(self.folder)));
         if let Some(first) = first {
-            choice.why += &format!("; {} would need {}", first.description(None), binary(first.bytes));
+            choice.explanation += &format!("; {} would need {}", first.description(None), format_bytes(first.bytes));
         }
         if self.shapes.is_quantized() {
-            choice.why += ". Packed weights stay packed only at stage 3";
+            choice.explanation += ". Packed weights stay packed only at stage 3";
         }
         let config = self.load(&json!({"stage": 0}), Some(choice.micro_batch), choice.recompute)?;
         let is_island = |local_steps: &&LocalStepsConfig| self.islands > 1 || local_steps.server.is_some();
         if let Some(local_steps) = config.local_steps.as_ref().filter(is_island) {
-            choice.why += &self.between_islands(local_steps, &choice)?;
+            choice.explanation += &self.between_islands(local_steps, &choice)?;
         } else if self.ranks_per_host < self.ranks {
-            choice.why += &self.between_hosts(&choice)?;
+            choice.explanation += &self.between_hosts(&choice)?;
         }
         Ok(choice)
     }
@@ -251,7 +252,7 @@ impl MemoryFitInput<'_> {
         Ok(smallest.map(|smallest| {
             format!(
                 "a host that holds the complete model would need {} per rank ({})",
-                binary(smallest.bytes),
+                format_bytes(smallest.bytes),
                 smallest.description(None)
             )
         }))
@@ -409,7 +410,7 @@ mod tests {
     #[test]
     fn what_is_chosen_is_the_fastest_that_fits() {
         let why = |preset, method, ranks, gib| match choose(preset, method, ranks, gib) {
-            Ok(choice) => choice.why,
+            Ok(choice) => choice.explanation,
             Err(error) => error.to_string(),
         };
         insta::assert_snapshot!(why("llama-3.2-1b", Tuning::Lora, 1, 64.0), @"stage 0, micro batches of 8 rows: at most 11.1 GiB of 64.0 GiB per rank");
@@ -429,7 +430,7 @@ mod tests {
     #[test]
     fn each_host_holds_all_shards_if_it_can_and_the_reason_says_what_crosses_the_network() {
         let why = |method, gib| match on_hosts("llama-3.2-1b", method, (4, 2, Some(117e6)), gib) {
-            Ok(choice) => choice.why,
+            Ok(choice) => choice.explanation,
             Err(error) => error.to_string(),
         };
         insta::assert_snapshot!(why(Tuning::Lora, 64.0), @"stage 0, micro batches of 2 rows: at most 4.6 GiB of 64.0 GiB per rank. Every rank holds all parameters, so in each step, each of the 2 hosts receives only gradients and updated weights, 21.5 MiB (0.19 s at the measured 111.6 MiB/s); with shards spread over all hosts (stage 3), it would receive 1.7 GiB (15.46 s at the measured 111.6 MiB/s)");
@@ -448,7 +449,7 @@ mod tests {
             (islands, section),
             gib,
         ) {
-            Ok(choice) => choice.why,
+            Ok(choice) => choice.explanation,
             Err(error) => error.to_string(),
         };
         let two_hosts = (4, 2, Some(117e6));

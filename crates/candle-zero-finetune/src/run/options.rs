@@ -115,7 +115,7 @@ pub enum LrDecay {
 #[non_exhaustive]
 pub enum WarmupLength {
     /// A fraction of all steps.
-    Part(f64),
+    Fraction(f64),
     /// This number of steps.
     Steps(u64),
 }
@@ -127,7 +127,7 @@ pub enum ValidationData {
     /// Separate files.
     Files(Vec<Source>),
     /// A fraction of the training data, above 0 and below 1, that is not trained on.
-    Part(f64),
+    Fraction(f64),
 }
 
 /// The checkpoints that a run saves, and whether it resumes.
@@ -289,7 +289,7 @@ impl Options {
             batch: None,
             micro_batch: 1,
             ctx: None,
-            warmup: WarmupLength::Part(0.03),
+            warmup: WarmupLength::Fraction(0.03),
             scheduler: LrDecay::Cosine,
             shuffle: true,
             packing: true,
@@ -323,7 +323,7 @@ impl Options {
     }
 
     /// Returns the reason why a run with this objective cannot use a pipeline, or `None` if it can.
-    pub(super) fn indivisible(&self) -> Option<&'static str> {
+    pub(super) fn pipeline_obstacle(&self) -> Option<&'static str> {
         match self.objective {
             Objective::Generate => None,
             Objective::Classify => {
@@ -366,7 +366,7 @@ impl Options {
                 return Err(refused(flag, 0, at_least_one));
             }
             if value.is_some() && self.validation.is_none() {
-                return Err(misused(flag, "requires validation; give --val FILE or --val 5%"));
+                return Err(option_use_error(flag, "requires validation; give --val FILE or --val 5%"));
             }
         }
         if let Some(ctx) = self.ctx.filter(|ctx| *ctx < 2) {
@@ -376,26 +376,37 @@ impl Options {
             return Err(refused("--ctx", ctx, format!("at most {MAX_CTX}")));
         }
         match self.warmup {
-            WarmupLength::Part(part) if !(0.0..=1.0).contains(&part) => {
-                return Err(refused("--warmup", part, "a number of steps, or a percentage of all steps, such as 3%"));
+            WarmupLength::Fraction(fraction) if !(0.0..=1.0).contains(&fraction) => {
+                return Err(refused(
+                    "--warmup",
+                    fraction,
+                    "a number of steps, or a percentage of all steps, such as 3%",
+                ));
             }
             _ => (),
         }
         if self.adapter.is_some() && self.method == TuningMethod::Full {
-            return Err(misused("--adapter", "requires adapters; leave out --full"));
+            return Err(option_use_error("--adapter", "requires adapters; leave out --full"));
         }
-        if let Some(ValidationData::Part(part)) = self.validation
-            && !(part > 0.0 && part < 1.0)
+        if let Some(ValidationData::Fraction(fraction)) = self.validation
+            && !(fraction > 0.0 && fraction < 1.0)
         {
-            return Err(refused("--val", format!("{}%", part * 100.0), "a file, or more than 0% and less than 100%"));
+            return Err(refused(
+                "--val",
+                format!("{}%", fraction * 100.0),
+                "a file, or more than 0% and less than 100%",
+            ));
         }
         if let (Some(PipelineStages::Auto | PipelineStages::Number(2..)), Some(problem)) =
-            (self.pipeline, self.indivisible())
+            (self.pipeline, self.pipeline_obstacle())
         {
-            return Err(misused("--pipeline", problem));
+            return Err(option_use_error("--pipeline", problem));
         }
         if !self.keep_layers.is_empty() && !matches!(self.method, TuningMethod::Qlora(_)) {
-            return Err(misused("--keep_layers", "requires --qlora, because only QLoRA holds weights in 4 bits"));
+            return Err(option_use_error(
+                "--keep_layers",
+                "requires --qlora, because only QLoRA holds weights in 4 bits",
+            ));
         }
         if let Some(factor) = self.router_aux_loss_coef.filter(|factor| !(*factor >= 0.0 && factor.is_finite())) {
             return Err(refused("--router_aux_loss_coef", factor, "a finite number of at least 0"));
@@ -406,7 +417,7 @@ impl Options {
             }
             if self.method == TuningMethod::Full {
                 let problem = "requires adapters, because the model without them is the reference; leave out --full";
-                return Err(misused("--dpo", problem));
+                return Err(option_use_error("--dpo", problem));
             }
         }
         Ok(())
@@ -423,7 +434,7 @@ pub(crate) fn refused(flag: &'static str, found: impl fmt::Display, allowed: imp
 }
 
 /// Returns the error for an option that does not fit the others.
-pub(super) fn misused(flag: &'static str, problem: impl Into<String>) -> candle_zero::Error {
+pub(super) fn option_use_error(flag: &'static str, problem: impl Into<String>) -> candle_zero::Error {
     FinetuneError::OptionUse { flag, problem: problem.into() }.into()
 }
 
@@ -445,7 +456,7 @@ impl FromStr for WarmupLength {
     /// Parses `100` or `3%`.
     fn from_str(text: &str) -> Result<Self> {
         let steps = || text.parse().ok().map(Self::Steps);
-        let warmup = percentage(text).map(Self::Part).or_else(steps);
+        let warmup = percentage(text).map(Self::Fraction).or_else(steps);
         warmup.ok_or_else(|| match fraction(text) {
             Some(percent) => {
                 refused("--warmup", text, format!("a number of steps, or a percentage of all steps, such as {percent}"))
@@ -474,14 +485,14 @@ impl ValidationData {
     /// invalid weight.
     pub fn parse<T: AsRef<str>>(arguments: &[T]) -> Result<Self> {
         if let [only] = arguments
-            && let Some(part) = percentage(only.as_ref())
+            && let Some(fraction) = percentage(only.as_ref())
         {
-            return Ok(Self::Part(part));
+            return Ok(Self::Fraction(fraction));
         }
         if let Some(part) = arguments.iter().find(|argument| percentage(argument.as_ref()).is_some()) {
             let problem =
                 format!("has {} besides files; give either a part of the training data or files", part.as_ref());
-            return Err(misused("--val", problem));
+            return Err(option_use_error("--val", problem));
         }
         let fraction_of = |text: &str| fraction(text).filter(|_| !Path::new(text).exists());
         if let Some((text, percent)) = arguments.iter().find_map(|text| Some((text, fraction_of(text.as_ref())?))) {
@@ -503,11 +514,11 @@ mod tests {
 
     #[test]
     fn shares_are_read_as_parts_and_files_as_files() {
-        assert_eq!(ValidationData::parse(&["5%"]).unwrap(), ValidationData::Part(0.05));
+        assert_eq!(ValidationData::parse(&["5%"]).unwrap(), ValidationData::Fraction(0.05));
         assert!(
             matches!(ValidationData::parse(&["a.jsonl", "b.csv"]).unwrap(), ValidationData::Files(files) if files.len() == 2)
         );
-        assert_eq!("3%".parse::<WarmupLength>().unwrap(), WarmupLength::Part(0.03));
+        assert_eq!("3%".parse::<WarmupLength>().unwrap(), WarmupLength::Fraction(0.03));
         assert_eq!("12".parse::<WarmupLength>().unwrap(), WarmupLength::Steps(12));
     }
 
@@ -530,8 +541,8 @@ mod tests {
         insta::assert_snapshot!(text(Options { batch: Some(0), ..with_data() }), @"--batch is 0, but must be a whole number of at least 1");
         insta::assert_snapshot!(text(Options { ctx: Some(1), ..with_data() }), @"--ctx is 1, but must be at least 2: one token, and another to predict from it");
         insta::assert_snapshot!(text(Options { patience: Some(3), ..with_data() }), @"--patience requires validation; give --val FILE or --val 5%");
-        insta::assert_snapshot!(text(Options { warmup: WarmupLength::Part(2.0), ..with_data() }), @"--warmup is 2, but must be a number of steps, or a percentage of all steps, such as 3%");
-        insta::assert_snapshot!(text(Options { validation: Some(ValidationData::Part(1.0)), ..with_data() }), @"--val is 100%, but must be a file, or more than 0% and less than 100%");
+        insta::assert_snapshot!(text(Options { warmup: WarmupLength::Fraction(2.0), ..with_data() }), @"--warmup is 2, but must be a number of steps, or a percentage of all steps, such as 3%");
+        insta::assert_snapshot!(text(Options { validation: Some(ValidationData::Fraction(1.0)), ..with_data() }), @"--val is 100%, but must be a file, or more than 0% and less than 100%");
         insta::assert_snapshot!(text(Options { adapter: Some("a".into()), method: TuningMethod::Full, ..with_data() }), @"--adapter requires adapters; leave out --full");
         let dpo = Objective::Prefer { beta: 0.1 };
         insta::assert_snapshot!(text(Options { objective: dpo, method: TuningMethod::Full, ..with_data() }), @"--dpo requires adapters, because the model without them is the reference; leave out --full");

@@ -1,13 +1,13 @@
 //! A run in a pipeline: settings that it excludes, and the division among ranks that fits into memory.
 
 use super::memory_fit::USABLE_MEMORY;
-use super::options::{Options, PipelineStages, misused};
+use super::options::{Options, PipelineStages, option_use_error};
 use crate::error::{FinetuneError, Result};
 use candle_core::DType;
 use candle_zero::config::RunValues;
 use candle_zero::estimate::{MeasuredStep, PipelineEstimate, PipelineRankEstimate, Shapes};
 use candle_zero::models::{ActivationBytesOptions, DecoderConfig, decoder_pipeline};
-use candle_zero::util::{binary, counted};
+use candle_zero::util::{counted, format_bytes};
 use serde_json::{Value, json};
 
 /// Returns the number of ranks along the pipeline that the options or the configuration request, if it is above 1, and
@@ -26,7 +26,7 @@ pub(super) fn requested_stages(options: &Options, config: &mut Value, world: usi
             "is {requested}, but the DeepSpeed configuration has pipeline.stages: {found}; give only one of them, or \
              \"auto\" there"
         );
-        return Err(misused("--pipeline", problem));
+        return Err(option_use_error("--pipeline", problem));
     }
     let section = config.get("pipeline").unwrap_or(&Value::Null);
     if config.is_object() && (section.is_null() || section.is_object()) {
@@ -55,8 +55,8 @@ pub(super) fn requested_stages(options: &Options, config: &mut Value, world: usi
                 counted(world, "rank")
             );
             Err(match options.pipeline {
-                Some(_) => misused("--pipeline", format!("is {problem}")),
-                None => misused("--ds_config", format!("has pipeline.stages: {problem}")),
+                Some(_) => option_use_error("--pipeline", format!("is {problem}")),
+                None => option_use_error("--ds_config", format!("has pipeline.stages: {problem}")),
             })
         }
         Some(stages) => {
@@ -76,11 +76,11 @@ fn set_stages(config: &mut Value, stages: usize) {
 fn check_combination(options: &Options, config: &Value) -> Result<()> {
     let refuse = |problem: String| {
         Err(match options.pipeline {
-            Some(_) => misused("--pipeline", problem),
-            None => misused("--ds_config", format!("has a section pipeline, which {problem}")),
+            Some(_) => option_use_error("--pipeline", problem),
+            None => option_use_error("--ds_config", format!("has a section pipeline, which {problem}")),
         })
     };
-    if let Some(problem) = options.indivisible() {
+    if let Some(problem) = options.pipeline_obstacle() {
         return refuse(problem.into());
     }
     let is_set = |path: &str| config.pointer(path).is_some_and(|value| !value.is_null());
@@ -261,15 +261,15 @@ impl PipelineFit {
         format!(
             "{}: at most {} of {} per rank; ranks wait for {:.0} % of a step",
             self.words(),
-            binary(self.bytes),
-            binary(memory),
+            format_bytes(self.bytes),
+            format_bytes(memory),
             100.0 * self.shape.waiting
         )
     }
 
     /// Returns the error for a division that does not fit.
     pub fn refused(&self, memory: u64) -> candle_zero::Error {
-        let needed = binary((self.bytes as f64 / USABLE_MEMORY).ceil() as u64);
-        FinetuneError::PipelineTooLarge { ranks: self.shape.ranks, needed, had: binary(memory) }.into()
+        let needed = format_bytes((self.bytes as f64 / USABLE_MEMORY).ceil() as u64);
+        FinetuneError::PipelineTooLarge { ranks: self.shape.ranks, needed, available: format_bytes(memory) }.into()
     }
 }

@@ -1,6 +1,6 @@
 //! Derives the engine's configuration, batches and steps from the prepared inputs and the number of ranks.
 
-use super::auto_offload::{ChosenConfig, RunTopology, placed};
+use super::auto_offload::{ChosenConfig, RunTopology, choose_config};
 use super::batch_size::{BatchSizing, epochs_for};
 use super::engine_config::{self, DataParallelDegree};
 use super::learning_rate::LearningRates;
@@ -39,9 +39,9 @@ pub(super) struct RunPlan {
     /// The number of steps of the run.
     pub total: u64,
     /// The number of tokens in a row, if rows are made shorter so that an epoch has more steps.
-    pub shorter: Option<usize>,
+    pub shortened_row_tokens: Option<usize>,
     /// The chosen stage and offload and the reason, if there was a choice.
-    pub chosen: Option<String>,
+    pub config_explanation: Option<String>,
 }
 
 impl RunPlan {
@@ -62,8 +62,8 @@ impl RunPlan {
         let default_packing = prepared.packing();
         let sizing = BatchSizing::new(&prepared.training, default_packing, order, unit, remembered);
         let (config, uses_sizing) =
-            engine_config::filled_in(config, options, parts, sizing.rows, prepared.hidden_size())?;
-        let ChosenConfig { config, pipeline, chosen } = placed(prepared, config, memory, (ranks, stages))?;
+            engine_config::complete_config(config, options, parts, sizing.rows, prepared.hidden_size())?;
+        let ChosenConfig { config, pipeline, explanation } = choose_config(prepared, config, memory, (ranks, stages))?;
         let pipeline_ranks = pipeline.map_or(1, |pipeline| pipeline.ranks);
         let own_parts = ranks.world / pipeline_ranks;
         // The configuration itself counts the ranks of other islands.
@@ -88,7 +88,7 @@ impl RunPlan {
         let shape = BatchPartition { accumulation: 1, world: own_parts, ..shape };
         let validation = prepared.validation.clone();
         let validation = validation.map(|data| Batches::validation(data, default_packing, shape, pad));
-        let shorter = match packing {
+        let shortened_row_tokens = match packing {
             SequencePacking::Packed { .. } if packing != default_packing => Some(training.longest_row()),
             _ => None,
         };
@@ -101,8 +101,8 @@ impl RunPlan {
             validation_parts: own_parts,
             hosts: ranks.world / ranks.per_host,
             total,
-            shorter,
-            chosen,
+            shortened_row_tokens,
+            config_explanation: explanation,
         })
     }
 
@@ -171,12 +171,12 @@ impl RunPlan {
                 Objective::Classify => json!("classify"),
             },
         );
-        set("data", hex(prepared.training.content()));
+        set("data", hex(prepared.training.content_fingerprint()));
         if !prepared.training.labels().is_empty() {
             set("labels", json!(prepared.training.labels()));
         }
         set("ctx", json!(prepared.ctx()));
-        if let Some(tokens) = self.shorter {
+        if let Some(tokens) = self.shortened_row_tokens {
             set("tokens of a row", json!(tokens));
         }
         set("packing", json!(options.packing));
@@ -275,8 +275,8 @@ impl PreparedRun {
     ///
     /// # Errors
     /// A configuration that cannot be used or that contradicts the options; too little memory, if there is no
-    /// configuration; [`FinetuneError::OtherRun`], [`FinetuneError::StepsMade`]; folders and files in the configuration
-    /// that conflict with others; a disk without room for the result.
+    /// configuration; [`FinetuneError::OtherRun`], [`FinetuneError::CheckpointBeyondEnd`]; folders and files in the
+    /// configuration that conflict with others; a disk without room for the result.
     pub fn check_for(&self, world: usize, per_host: usize) -> Result<()> {
         let saved = self.saved();
         let remembered = saved.as_ref().and_then(SavedRun::batch);

@@ -1,6 +1,6 @@
 //! Prepares the inputs of a run before the engine is built: the model's description, its tokenizer and its data.
 
-use super::options::{Objective, Options, PipelineStages, TuningMethod, ValidationData, misused, refused};
+use super::options::{Objective, Options, PipelineStages, TuningMethod, ValidationData, option_use_error, refused};
 use super::run_identity::SavedRun;
 use crate::chat::template::Template;
 use crate::chat::tokenizer::Tokenizer;
@@ -66,7 +66,7 @@ impl StartModel {
             let (config, saved) = (config.recomputing(checkpoint_activations), base.saved_modules());
             if options.router_aux_loss_coef.is_some() {
                 let problem = "is for text generation: a classifier is trained without a load-balancing loss";
-                return Err(misused("--router_aux_loss_coef", problem));
+                return Err(option_use_error("--router_aux_loss_coef", problem));
             }
             check_keep_layers(options, config.blocks())?;
             return Ok(Self::Classifier { base, config, saved });
@@ -177,7 +177,7 @@ fn set_balance(config: &mut DecoderConfig, options: &Options) -> Result<()> {
     match (&mut config.mixture, options.router_aux_loss_coef) {
         (Some(mixture), Some(factor)) => mixture.balance_coefficient = Some(factor),
         (None, Some(_)) => {
-            return Err(misused(FLAG, "is for mixtures of experts, but the model is not one; leave it out"));
+            return Err(option_use_error(FLAG, "is for mixtures of experts, but the model is not one; leave it out"));
         }
         (_, None) => (),
     }
@@ -185,7 +185,7 @@ fn set_balance(config: &mut DecoderConfig, options: &Options) -> Result<()> {
     mixture.balance_coefficient = mixture.balance_coefficient.filter(|factor| *factor > 0.0);
     let is_divided = matches!(options.pipeline, Some(PipelineStages::Auto | PipelineStages::Number(2..)));
     match is_divided && mixture.balance_coefficient.is_some() {
-        true => Err(misused(
+        true => Err(option_use_error(
             "--pipeline",
             "cannot be combined with the load-balancing loss of a mixture of experts, because no stage has the routers of \
              all blocks; give --router_aux_loss_coef 0, or leave --pipeline out",
@@ -197,7 +197,7 @@ fn set_balance(config: &mut DecoderConfig, options: &Options) -> Result<()> {
 /// Checks that the model has the blocks whose weights QLoRA does not pack.
 fn check_keep_layers(options: &Options, blocks: usize) -> Result<()> {
     match options.keep_layers.iter().find(|block| **block >= blocks) {
-        Some(block) => Err(misused(
+        Some(block) => Err(option_use_error(
             "--keep_layers",
             format!("contains {block}, but the model's layers are numbered from 0 to {}", blocks - 1),
         )),
@@ -230,7 +230,7 @@ impl PreparedRun {
             found => Some(found?),
         };
         let max_ctx = start.max_ctx();
-        let ctx = options.ctx.unwrap_or(DataOptions::USUAL_CTX.min(max_ctx));
+        let ctx = options.ctx.unwrap_or(DataOptions::DEFAULT_CTX.min(max_ctx));
         if ctx > max_ctx {
             return Err(refused("--ctx", ctx, format!("2 to {max_ctx}, the model's context")));
         }
@@ -263,16 +263,16 @@ impl PreparedRun {
                 let validation = prepare(files)?;
                 (training, Some(validation))
             }
-            Some(ValidationData::Part(part)) => {
-                let (samples, percent) = (training.len(), part * 100.0);
-                let (training, validation) = training.split(*part, options.seed);
+            Some(ValidationData::Fraction(fraction)) => {
+                let (samples, percent) = (training.len(), fraction * 100.0);
+                let (training, validation) = training.split(*fraction, options.seed);
                 if training.is_empty() || validation.is_empty() {
                     let purpose = if training.is_empty() { "train on" } else { "validate with" };
                     let problem = format!(
                         "takes {percent}% of {}, which leaves none to {purpose}; give a different percentage, or files",
                         counted(samples, "sample")
                     );
-                    return Err(misused("--val", problem));
+                    return Err(option_use_error("--val", problem));
                 }
                 (training, Some(validation))
             }

@@ -105,8 +105,8 @@ impl Options {
     /// Returns the paths of [`outputs`](Self::outputs) and those that a configuration adds.
     pub(super) fn outputs_with(&self, config: &Config) -> InputOutputPaths {
         let (zero, monitoring) = (&config.zero, &config.monitoring);
-        let optimizer = zero.optimizer_files().and_then(|section| section.to.nvme_path());
-        let param = zero.param_files().and_then(|section| section.to.nvme_path());
+        let optimizer = zero.optimizer_files().and_then(|section| section.device.nvme_path());
+        let param = zero.param_files().and_then(|section| section.device.nvme_path());
         let mut offload: Vec<&Path> = optimizer.into_iter().chain(param).collect();
         offload.dedup();
         let mut outputs = self.outputs();
@@ -135,14 +135,19 @@ impl Options {
     /// # Errors
     /// [`OutputError::Refused`].
     pub(super) fn check_free(&self, written: &OutputDigests) -> Result<()> {
-        self.parts().try_for_each(|(part, folder)| self.place(part, &folder, written).map(drop))
+        self.parts().try_for_each(|(part, folder)| self.output_location(part, &folder, written).map(drop))
     }
 
     /// Returns the location of a part's folder if the run may write there, and whether existing files are replaced.
     ///
     /// # Errors
     /// [`OutputError::Refused`].
-    pub(super) fn place(&self, part: ResultKind, folder: &Path, written: &OutputDigests) -> Result<(PathBuf, bool)> {
+    pub(super) fn output_location(
+        &self,
+        part: ResultKind,
+        folder: &Path,
+        written: &OutputDigests,
+    ) -> Result<(PathBuf, bool)> {
         let refuse = |problem: String| Err(OutputError::Refused { path: folder.to_owned(), problem }.into());
         let wrong = |source| Error::Io { action: "read", path: folder.to_owned(), source };
         match free_folder(folder).map_err(wrong)? {

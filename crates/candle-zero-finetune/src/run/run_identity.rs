@@ -30,7 +30,7 @@ pub(super) struct SavedRun {
     /// The checkpoint.
     pub path: PathBuf,
     /// The number of steps completed.
-    pub made: u64,
+    pub steps: u64,
     /// The identity, or `None` in checkpoints of earlier versions.
     identity: Option<RunIdentity>,
 }
@@ -39,13 +39,13 @@ impl SavedRun {
     /// Reads the newest checkpoint in `dir`, if there is one. Problems with a checkpoint are reported when it is
     /// loaded.
     pub fn newest(dir: &Path) -> Option<Self> {
-        let (_, path, manifest) = checkpoint::newest_of_islands(dir)?;
+        let (_, path, manifest) = checkpoint::newest_island_checkpoint(dir)?;
         Some(Self::of(path, manifest.global_steps, &manifest.client_state))
     }
 
     /// Reads the run from a checkpoint's client state.
-    pub fn of(path: PathBuf, made: u64, client_state: &Value) -> Self {
-        Self { path, made, identity: RunIdentity::of_json(&client_state[KEY]) }
+    pub fn of(path: PathBuf, steps: u64, client_state: &Value) -> Self {
+        Self { path, steps, identity: RunIdentity::of_json(&client_state[KEY]) }
     }
 
     /// Returns the number of rows in a step, across all ranks.
@@ -57,11 +57,12 @@ impl SavedRun {
     /// continues with different settings because `anyway` allows it, or if the settings could not be compared.
     ///
     /// # Errors
-    /// [`FinetuneError::StepsMade`], [`FinetuneError::OtherRun`].
+    /// [`FinetuneError::CheckpointBeyondEnd`], [`FinetuneError::OtherRun`].
     pub fn check(&self, now: &RunIdentity, total: u64, anyway: bool) -> Result<Option<String>> {
         let checkpoint = || self.path.clone();
-        if self.made > total {
-            return Err(FinetuneError::StepsMade { checkpoint: checkpoint(), made: self.made, total }.into());
+        if self.steps > total {
+            let (checkpoint, steps) = (checkpoint(), self.steps);
+            return Err(FinetuneError::CheckpointBeyondEnd { checkpoint, steps, total }.into());
         }
         let Some(saved) = &self.identity else {
             return Ok(Some(format!(
@@ -150,8 +151,8 @@ mod tests {
         RunIdentity::of_json(&settings).unwrap()
     }
 
-    fn saved(identity: &RunIdentity, made: u64) -> SavedRun {
-        SavedRun::of("saves/step4".into(), made, &json!({ KEY: identity.to_json() }))
+    fn saved(identity: &RunIdentity, steps: u64) -> SavedRun {
+        SavedRun::of("saves/step4".into(), steps, &json!({ KEY: identity.to_json() }))
     }
 
     #[test]

@@ -68,7 +68,7 @@ pub struct StepReport {
 
 impl StepReport {
     /// Returns the names and values of the metrics of routers.
-    pub(super) fn of_routers(&self) -> Vec<(&'static str, f64)> {
+    pub(super) fn router_metrics(&self) -> Vec<(&'static str, f64)> {
         let mut values = Vec::new();
         values.extend(self.router_aux_loss.map(|loss| ("router_aux_loss", loss)));
         if let Some(shares) = &self.experts {
@@ -90,5 +90,5 @@ pub enum StopReason {
     NoImprovement,
     /// A signal, the user (in `zerorun dash`) or `CANDLE_ZERO_STOP_AT` requested the end of the run. The last step is
     /// saved, if there is a folder for checkpoints.
-    Asked,
+    Requested,
 }

@@ -6,7 +6,7 @@ use crate::error::Result;
 use candle_zero::comm::CollectiveKind;
 use candle_zero::config::LocalStepsConfig;
 use candle_zero::estimate::{Estimate, EstimateOptions};
-use candle_zero::util::{binary, counted};
+use candle_zero::util::{counted, format_bytes};
 use serde_json::json;
 
 /// The hosts of a job, and the network between them.
@@ -24,14 +24,14 @@ impl HostNetwork {
             Some(rate) => {
                 let seconds = bytes as f64 / rate;
                 let time = if seconds < 0.1 { format!("{:.1} ms", seconds * 1e3) } else { format!("{seconds:.2} s") };
-                format!("{} ({time} at the measured {}/s)", binary(bytes), binary(rate as u64))
+                format!("{} ({time} at the measured {}/s)", format_bytes(bytes), format_bytes(rate as u64))
             }
-            None => binary(bytes),
+            None => format_bytes(bytes),
         }
     }
 
     /// Returns a description of how much a step of a pipeline moves between hosts.
-    pub fn of_pipeline(self, bytes: u64) -> String {
+    pub fn describe_pipeline_traffic(self, bytes: u64) -> String {
         format!(
             ". In each step, each of the {} hosts receives only activations and their gradients, at most {}",
             self.hosts,
@@ -53,7 +53,7 @@ impl MemoryFitInput<'_> {
             return Ok(format!(
                 ". This island trains independently, and every {interval} it exchanges the changes in its weights with \
                  the others through the server; in a step, it receives {} on average",
-                binary(bytes)
+                format_bytes(bytes)
             ));
         }
         // The islands divide the sum of the changes among themselves, and then gather it.

@@ -3,7 +3,7 @@
 
 use super::learning_rate::LearningRates;
 use super::objective::ValidationResult;
-use super::options::{Objective, Options, TuningMethod, misused};
+use super::options::{Objective, Options, TuningMethod, option_use_error};
 use super::prepare::{PreparedRun, StartModel};
 use crate::data::batches::{Batches, NO_TARGET};
 use crate::error::{Error, Result};
@@ -11,7 +11,7 @@ use crate::model::trainable_model::TrainableModel;
 use crate::peft::adapter::{Adapter, AdapterTensor};
 use crate::peft::qlora_weight_selection::{PACKING, quantized_except};
 use candle_core::{DType, Device, Tensor};
-use candle_zero::checkpoint::{LoadOptions, LoadedCheckpoint, SaveOptions, newest_of_islands};
+use candle_zero::checkpoint::{LoadOptions, LoadedCheckpoint, SaveOptions, newest_island_checkpoint};
 use candle_zero::comm::{CommReport, Communicator};
 use candle_zero::config::Config;
 use candle_zero::engine::{Engine, EngineBuilder, PipelineEngine};
@@ -31,7 +31,7 @@ use std::sync::Arc;
 #[non_exhaustive]
 pub enum TrainingEngine {
     /// Every rank runs the complete model on its own part of the data.
-    Whole(Box<Engine<TrainableModel>>),
+    DataParallel(Box<Engine<TrainableModel>>),
     /// Every rank runs some of the model's layers.
     Pipeline(Box<PipelineEngine<DecoderBatch>>),
 }
@@ -40,7 +40,7 @@ pub enum TrainingEngine {
 macro_rules! on_either {
     ($of:expr, $engine:ident => $call:expr) => {
         match $of {
-            Self::Whole($engine) => $call,
+            Self::DataParallel($engine) => $call,
             Self::Pipeline($engine) => $call,
         }
     };
@@ -88,16 +88,16 @@ impl TrainingEngine {
         let Options { method, seed, .. } = &prepared.options;
         let mut builder: EngineBuilder = Engine::builder().communicator(comm).seed(*seed);
         builder = builder.initial_values(prepared.values.clone());
-        builder = builder.same_on_all_ranks("training data", prepared.training.content());
+        builder = builder.same_on_all_ranks("training data", prepared.training.content_fingerprint());
         if let Some(validation) = &prepared.validation {
-            builder = builder.same_on_all_ranks("validation data", validation.content());
+            builder = builder.same_on_all_ranks("validation data", validation.content_fingerprint());
         }
         builder = builder.same_on_all_ranks("settings of the run", settings);
         let is_island = config.local_steps.as_ref().is_some_and(|local_steps| local_steps.server.is_some());
         if is_island
             && std::env::var_os(SLOT).is_none()
             && let Some(saving) = prepared.options.saving.as_ref().filter(|saving| saving.resume)
-            && let Some((island, ..)) = newest_of_islands(&saving.dir)
+            && let Some((island, ..)) = newest_island_checkpoint(&saving.dir)
         {
             // An island finds its checkpoints only in its earlier slot.
             builder = builder.island_slot(island);
@@ -115,7 +115,7 @@ impl TrainingEngine {
         if let TuningMethod::Qlora(_) = method {
             builder = builder.quantized(PACKING, quantized_except(&prepared.options.keep_layers));
         }
-        let complete_model = |engine: Engine<TrainableModel>| Self::Whole(Box::new(engine));
+        let complete_model = |engine: Engine<TrainableModel>| Self::DataParallel(Box::new(engine));
         let sizes = match &prepared.start {
             StartModel::Classifier { config: sizes, .. } => {
                 return builder.initialize(|vb| sizes.build(vb), config).map(complete_model);
@@ -132,7 +132,7 @@ impl TrainingEngine {
     /// Returns this process's rank in the job.
     pub fn rank(&self) -> usize {
         match self {
-            Self::Whole(engine) => engine.job_rank(),
+            Self::DataParallel(engine) => engine.job_rank(),
             Self::Pipeline(engine) => engine.rank(),
         }
     }
@@ -146,7 +146,7 @@ impl TrainingEngine {
     /// pipeline train on the same part.
     pub fn data_position(&self) -> (usize, usize) {
         match self {
-            Self::Whole(engine) => (engine.rank(), engine.world_size()),
+            Self::DataParallel(engine) => (engine.rank(), engine.world_size()),
             Self::Pipeline(engine) => engine.data_position(),
         }
     }
@@ -155,7 +155,7 @@ impl TrainingEngine {
     /// steps.
     pub fn island(&self) -> Option<(usize, usize)> {
         match self {
-            Self::Whole(engine) => engine.island(),
+            Self::DataParallel(engine) => engine.island(),
             Self::Pipeline(_) => None,
         }
     }
@@ -163,7 +163,7 @@ impl TrainingEngine {
     /// Returns the number of ranks along the pipeline, if there is one.
     pub fn pipeline_ranks(&self) -> Option<usize> {
         match self {
-            Self::Whole(_) => None,
+            Self::DataParallel(_) => None,
             Self::Pipeline(engine) => Some(engine.position().1),
         }
     }
@@ -243,7 +243,7 @@ impl TrainingEngine {
 
     /// Records how often each expert of a mixture was chosen in the current step. In a pipeline, this is not measured.
     pub(super) fn record_expert_loads(&mut self, loads: &[ExpertLoad]) {
-        if let Self::Whole(engine) = self
+        if let Self::DataParallel(engine) = self
             && !loads.is_empty()
         {
             engine.record_expert_loads(loads);
@@ -298,14 +298,14 @@ impl TrainingEngine {
     /// Returns the client state that this island received, if it has joined others and has not trained since.
     pub(super) fn donated_client_state(&self) -> Option<&Value> {
         match self {
-            Self::Whole(engine) => engine.donated_client_state(),
+            Self::DataParallel(engine) => engine.donated_client_state(),
             Self::Pipeline(_) => None,
         }
     }
 
     /// Sets the client state that a joining island receives from this one.
     pub(super) fn set_donated_client_state(&mut self, state: Value) {
-        if let Self::Whole(engine) = self {
+        if let Self::DataParallel(engine) = self {
             engine.set_donated_client_state(state);
         }
     }
@@ -313,7 +313,7 @@ impl TrainingEngine {
     /// Collective: with local steps, gives all islands the same weights.
     pub(super) fn synchronize_islands(&mut self) -> Result<()> {
         match self {
-            Self::Whole(engine) => engine.synchronize_islands(),
+            Self::DataParallel(engine) => engine.synchronize_islands(),
             // A pipeline has no islands.
             Self::Pipeline(_) => Ok(()),
         }
@@ -327,7 +327,7 @@ impl TrainingEngine {
     /// Collective: returns the number of trained parameter tensors of the complete model, and that of all its tensors.
     pub(super) fn parameter_counts(&mut self) -> Result<(usize, usize)> {
         Ok(match self {
-            Self::Whole(engine) => (engine.trainable_parameters().len(), engine.parameter_names().len()),
+            Self::DataParallel(engine) => (engine.trainable_parameters().len(), engine.parameter_names().len()),
             Self::Pipeline(engine) => {
                 let parameters = engine.model_parameters()?;
                 (parameters.iter().filter(|(_, is_trained)| *is_trained).count(), parameters.len())
@@ -338,7 +338,7 @@ impl TrainingEngine {
     /// Collective: returns the adapter that the engine trains. In a pipeline, it is complete on rank 0 only.
     pub(super) fn adapter(&mut self, config: LoraConfig, base: Option<String>) -> Result<Adapter> {
         let engine = match self {
-            Self::Whole(engine) => return Adapter::of_engine(engine, config, base),
+            Self::DataParallel(engine) => return Adapter::of_engine(engine, config, base),
             Self::Pipeline(engine) => engine,
         };
         let mut parameters = Vec::new();
@@ -360,7 +360,7 @@ impl TrainingEngine {
         saved: Vec<String>,
     ) -> Result<Adapter> {
         match self {
-            Self::Whole(engine) => Adapter::of_classifying_engine(engine, config, base, saved),
+            Self::DataParallel(engine) => Adapter::of_classifying_engine(engine, config, base, saved),
             Self::Pipeline(_) => unreachable!("options with a pipeline and a classifier are refused"),
         }
     }
@@ -390,7 +390,7 @@ impl TrainingEngine {
             result => result,
         };
         let loss = match self {
-            Self::Whole(engine) => {
+            Self::DataParallel(engine) => {
                 let mut loss_sum = 0.0;
                 for micro_step in 0..micro_steps {
                     let rows = training.batch(step, micro_step);
@@ -426,7 +426,8 @@ impl TrainingEngine {
                     tokens += rows.tokens;
                     Ok(Objective::decoder_batch(&rows, Some(divisor), &device)?)
                 };
-                keep_failed_save(engine.train_batch_telling(next, &mut |passed| tell(passed, micro_steps)).map(drop))?;
+                let on_progress = &mut |passed| tell(passed, micro_steps);
+                keep_failed_save(engine.train_batch_with_progress(next, on_progress).map(drop))?;
                 engine.last_loss()
             }
         };
@@ -456,7 +457,7 @@ impl TrainingEngine {
     pub(super) fn validate(&mut self, batches: &Batches, objective: Objective) -> Result<ValidationResult> {
         let (device, count) = (self.device().clone(), batches.steps_per_epoch());
         let ranks = match self {
-            Self::Whole(engine) => {
+            Self::DataParallel(engine) => {
                 let mut sums = vec![];
                 for step in 0..count {
                     let rows = batches.batch(step, 0);
@@ -487,11 +488,11 @@ impl TrainingEngine {
     /// Collective: returns the logits of the token after `ids`, which continue the text of `session`.
     pub(super) fn extend(&mut self, session: &mut Session, ids: &[u32]) -> Result<Vec<f32>> {
         match self {
-            Self::Whole(engine) => {
+            Self::DataParallel(engine) => {
                 let logits = engine.eval(|model| Tensor::new(model.decoder()?.extend(session, ids)?, &Device::Cpu))?;
                 Ok(logits.to_vec1()?)
             }
-            Self::Pipeline(_) => Err(misused("--prompt", NO_ANSWERS)),
+            Self::Pipeline(_) => Err(option_use_error("--prompt", NO_ANSWERS)),
         }
     }
 }

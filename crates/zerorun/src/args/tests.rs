@@ -100,24 +100,24 @@ fn wrong_hosts_are_named() {
 
 #[test]
 fn hosts_are_read_with_the_fewest_of_them() {
-    let LaunchMode::Nodes(node) = parse("--nnodes 2:4 --node_rank 3 --master_addr first x.rs").unwrap().job_hosts
-    else {
-        panic!("several hosts")
-    };
+    let options = parse("--nnodes 2:4 --node_rank 3 --master_addr first x.rs").unwrap();
+    let LaunchMode::PerHostLaunchers(node) = options.job_hosts else { panic!("several hosts") };
     assert_eq!((node.nodes, node.min_nodes, node.node, node.master_addr.as_str()), (4, 2, 3, "first"));
-    assert!(matches!(parse("--nnodes 1 x.rs").unwrap().job_hosts, LaunchMode::Alone));
-    let LaunchMode::Hosts(hosts) = parse("-H hosts -e a:1 --num_gpus 2 x.rs").unwrap().job_hosts else {
+    assert!(matches!(parse("--nnodes 1 x.rs").unwrap().job_hosts, LaunchMode::OneHost));
+    let LaunchMode::Hostfile(hosts) = parse("-H hosts -e a:1 --num_gpus 2 x.rs").unwrap().job_hosts else {
         panic!("the hosts in a hostfile")
     };
     assert_eq!((hosts.selection.exclude.as_str(), hosts.selection.num_gpus), ("a:1", Some(2)));
-    let LaunchMode::Hosts(hosts) = parse("-H hosts x.rs").unwrap().job_hosts else { panic!("the hosts in a hostfile") };
+    let LaunchMode::Hostfile(hosts) = parse("-H hosts x.rs").unwrap().job_hosts else {
+        panic!("the hosts in a hostfile")
+    };
     assert_eq!(hosts.selection, HostSelection::default());
 }
 
 #[test]
 fn what_the_command_line_leaves_open_comes_from_the_launcher_that_has_started_zerorun() {
     let node = |variables: &str, words: &str| match parse_with(variables, words).unwrap() {
-        LaunchOptions { job_hosts: LaunchMode::Nodes(node), master_port, .. } => {
+        LaunchOptions { job_hosts: LaunchMode::PerHostLaunchers(node), master_port, .. } => {
             (node.node, node.nodes, node.master_addr, master_port)
         }
         options => panic!("{:?}", options.job_hosts),
@@ -136,8 +136,9 @@ fn what_the_command_line_leaves_open_comes_from_the_launcher_that_has_started_ze
         let words = format!("--nnodes {nodes} --master_addr a x.rs");
         assert_eq!(node(mpirun, &words), (1, 2, "a".into(), Some(DEFAULT_PORT)));
     }
-    assert!(matches!(parse_with(mpirun, "x.rs").unwrap().job_hosts, LaunchMode::Alone));
-    assert!(matches!(parse_with("PMI_RANK=0 PMI_SIZE=1", "--nnodes auto x.rs").unwrap().job_hosts, LaunchMode::Alone));
+    assert!(matches!(parse_with(mpirun, "x.rs").unwrap().job_hosts, LaunchMode::OneHost));
+    let of_mpirun = parse_with("PMI_RANK=0 PMI_SIZE=1", "--nnodes auto x.rs").unwrap();
+    assert!(matches!(of_mpirun.job_hosts, LaunchMode::OneHost));
     let cores = std::thread::available_parallelism().unwrap().get();
     assert_eq!(parse_with("PET_NPROC_PER_NODE=cpu", "x.rs").unwrap().ranks, cores);
 }
@@ -146,7 +147,7 @@ fn what_the_command_line_leaves_open_comes_from_the_launcher_that_has_started_ze
 fn a_hostfile_says_more_than_the_variables() {
     let options =
         parse_with("PET_NNODES=2 PET_NPROC_PER_NODE=4 PET_MASTER_ADDR=b PET_MAX_RESTARTS=2", "-H hosts x.rs").unwrap();
-    let LaunchMode::Hosts(hosts) = options.job_hosts else { panic!("the hosts in a hostfile") };
+    let LaunchMode::Hostfile(hosts) = options.job_hosts else { panic!("the hosts in a hostfile") };
     assert_eq!((hosts.selection, hosts.master_addr, options.max_restarts), (HostSelection::default(), None, 0));
 }
 
@@ -176,13 +177,13 @@ fn the_backend_is_chosen_on_one_host_alone() {
 #[test]
 fn mpirun_starts_the_ranks_of_a_hostfile_if_it_is_asked_to() {
     let hosts = |words: &str| match parse(words).unwrap().job_hosts {
-        LaunchMode::Hosts(hosts) => hosts.mpirun.map(|MpirunOptions { kind, args }| (kind, args)),
+        LaunchMode::Hostfile(hosts) => hosts.mpirun.map(|MpirunOptions { kind, args }| (kind, args)),
         other => panic!("{other:?}"),
     };
     assert_eq!(hosts("-H hosts x.rs"), None);
     assert_eq!(hosts("-H hosts --launcher mpich x.rs"), Some((MpirunFlavor::Mpich, vec![])));
     let quoted = ["zerorun", "-H", "hosts", "--launcher", "OpenMPI", "--launcher_args", "--bind-to none", "x.rs"];
-    let LaunchMode::Hosts(hosts) = read(quoted.map(OsString::from)).unwrap().job_hosts else {
+    let LaunchMode::Hostfile(hosts) = read(quoted.map(OsString::from)).unwrap().job_hosts else {
         panic!("the hosts in a hostfile")
     };
     let MpirunOptions { kind, args } = hosts.mpirun.unwrap();

@@ -38,16 +38,16 @@ pub(super) fn runs(state: &SharedServerState) -> Result<Value, HttpRefusal> {
     }
     let start = Instant::now();
     let mut runs = runs_in(&folder, "", &mut list.running).map_err(|error| failed(&error))?;
-    let (sweeps, mut problems) = (state.sweep_places(), Vec::new());
-    for place in &sweeps {
-        let Some(sweep_runs) = place.runs.clone() else { continue };
-        match runs_in(&RunsFolder::find(Some(sweep_runs)), &place.prefix, &mut list.running) {
+    let (sweeps, mut problems) = (state.sweep_locations(), Vec::new());
+    for location in &sweeps {
+        let Some(sweep_runs) = location.runs.clone() else { continue };
+        match runs_in(&RunsFolder::find(Some(sweep_runs)), &location.prefix, &mut list.running) {
             Ok(of_sweep) => runs.extend(of_sweep),
             // The other runs are still shown.
             Err(error) => problems.push(error.to_string()),
         }
     }
-    let names: Vec<&String> = sweeps.iter().map(|place| &place.name).collect();
+    let names: Vec<&String> = sweeps.iter().map(|location| &location.name).collect();
     let answer = json!({"folder": folder.path(), "runs": runs, "sweeps": names, "problems": problems});
     list.answer = Some((Instant::now() + LIST_AGE.max(start.elapsed() * LIST_AGE_FACTOR), answer.clone()));
     Ok(answer)
@@ -67,7 +67,7 @@ fn runs_in(
     let entry = |listed: &ListedRun| {
         let id = format!("{prefix}{}", listed.id);
         match &listed.run {
-            Ok(run) => shown(run, &id),
+            Ok(run) => list_entry(run, &id),
             Err(error) => json!({"id": id, "state": "damaged", "damaged": error.to_string()}),
         }
     };
@@ -75,7 +75,7 @@ fn runs_in(
 }
 
 /// Returns the entry of a run in the list, with the id by which the page requests it.
-pub(super) fn shown(run: &RecordedRun, id: &str) -> Value {
+pub(super) fn list_entry(run: &RecordedRun, id: &str) -> Value {
     let mut entry = run.to_json();
     entry["id"] = id.into();
     entry
@@ -92,18 +92,18 @@ pub(super) fn expert_loads(run: &RecordedRun) -> Value {
 /// Returns a sweep, or only its version if the page already has that version.
 pub(super) fn sweep(request: &HttpRequest, state: &SharedServerState) -> Result<Value, HttpRefusal> {
     let name = request.value("name").unwrap_or_default();
-    let place = state.sweep_places().into_iter().find(|place| place.name == name);
-    let (Some(place), Some(reader)) = (place, &state.sweeps) else {
+    let location = state.sweep_locations().into_iter().find(|location| location.name == name);
+    let (Some(location), Some(reader)) = (location, &state.sweeps) else {
         return Err(HttpRefusal::new(404, format!("there is no sweep {name}")));
     };
-    let mut sweep = reader.read(&place).map_err(|error| failed(&error))?;
+    let mut sweep = reader.read(&location).map_err(|error| failed(&error))?;
     let mut hasher = DefaultHasher::new();
     sweep.to_string().hash(&mut hasher);
     let version = format!("{:016x}", hasher.finish());
     if request.value("known") == Some(version.as_str()) {
         return Ok(json!({"version": version, "unchanged": true}));
     }
-    sweep["prefix"] = place.prefix.into();
+    sweep["prefix"] = location.prefix.into();
     sweep["version"] = version.into();
     Ok(sweep)
 }
@@ -112,7 +112,7 @@ pub(super) fn sweep(request: &HttpRequest, state: &SharedServerState) -> Result<
 pub(super) fn run(request: &HttpRequest, state: &SharedServerState) -> Result<Value, HttpRefusal> {
     let (id, run) = requested_run(request, state)?;
     let mut tail = RunTail::without_metrics(run.folder()).map_err(|error| failed(&error))?;
-    let news = tail.look().map_err(|error| failed(&error))?;
+    let news = tail.read_new().map_err(|error| failed(&error))?;
     let mut info = json!(run.info());
     if let Some(info) = info.as_object_mut() {
         // Both are contained in `config`, under dotted names.
@@ -121,7 +121,7 @@ pub(super) fn run(request: &HttpRequest, state: &SharedServerState) -> Result<Va
     }
     let pair = |(name, value): (String, Value)| json!([name, value]);
     Ok(json!({
-        "run": shown(&run, id),
+        "run": list_entry(&run, id),
         "info": info,
         "config": run.settings().into_iter().map(pair).collect::<Vec<_>>(),
         "ranks": run.ranks().map_err(|error| failed(&error))?,
@@ -183,12 +183,12 @@ fn requested_run<'a>(
     state: &SharedServerState,
 ) -> Result<(&'a str, RecordedRun), HttpRefusal> {
     let id = request.value("id").unwrap_or_default();
-    Ok((id, opened(id, state)?))
+    Ok((id, open_run(id, state)?))
 }
 
 /// Opens the run with this id: the name of the run's folder or, if the run belongs to a sweep in a subfolder of the
 /// served folder, the name of the sweep, a slash and the name of the run's folder.
-pub(super) fn opened(id: &str, state: &SharedServerState) -> Result<RecordedRun, HttpRefusal> {
+pub(super) fn open_run(id: &str, state: &SharedServerState) -> Result<RecordedRun, HttpRefusal> {
     let unknown = || HttpRefusal::new(404, format!("there is no run {id}"));
     let folder = state.run_folder(id).ok_or_else(unknown)?;
     RecordedRun::open(folder).map_err(|error| failed(&error))

@@ -3,11 +3,11 @@
 //! However fast a run is, there are at most ten events a second: rows that arrive between two events are sent
 //! together, and many rows are reduced to a few (`metrics_columns`).
 
-use super::api::{expert_loads, opened, shown};
+use super::api::{expert_loads, list_entry, open_run};
 use super::http::{ContentKind, HttpRefusal, HttpRequest, encode, json_bytes, parse_query, write_head};
 use super::metrics_columns::MetricsColumns;
 use super::server_state::SharedServerState;
-use candle_zero::runs::{MetricsLine, MetricsRow, RecordedRun, RunNews, RunTail};
+use candle_zero::runs::{MetricsLine, MetricsRow, NewRunLines, RecordedRun, RunTail};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -51,7 +51,7 @@ pub(super) fn tails(request: &HttpRequest, state: &SharedServerState) -> Result<
         let (id, positions) = text.rsplit_once('@').ok_or_else(malformed)?;
         let positions: Option<Vec<u64>> = positions.split('.').map(|number| number.parse().ok()).collect();
         let positions: [u64; 5] = positions.and_then(|all| all.try_into().ok()).ok_or_else(malformed)?;
-        let run = opened(id, state)?;
+        let run = open_run(id, state)?;
         let tail = RunTail::new(run.folder(), positions);
         Ok(WatchedRun { id: id.to_owned(), run, tail, state: Value::Null, ranks: Value::Null, experts: Value::Null })
     };
@@ -100,7 +100,7 @@ impl WatchedRun {
     /// loads of experts.
     fn news(&mut self, reads_state: bool) -> Option<Value> {
         // A file that cannot be read now may be readable later; a removed run is noticed below.
-        let news = self.tail.look().unwrap_or_default();
+        let news = self.tail.read_new().unwrap_or_default();
         let mut message = json!({"id": self.id});
         let mut is_new = !news.is_empty();
         if is_new {
@@ -110,7 +110,7 @@ impl WatchedRun {
             let (state, ranks, experts) = match self.run.refresh() {
                 Ok(()) => {
                     let run = &self.run;
-                    let mut state = shown(run, &self.id);
+                    let mut state = list_entry(run, &self.id);
                     // The duration always changes, and the page can compute it.
                     if run.state() == candle_zero::runs::RecordedState::Running {
                         state["seconds"] = Value::Null;
@@ -140,7 +140,7 @@ impl WatchedRun {
 }
 
 /// Adds news to the message about a run.
-fn add(message: &mut Value, news: RunNews) {
+fn add(message: &mut Value, news: NewRunLines) {
     if news.has_gap {
         message["reload"] = true.into();
     } else if !news.metrics.is_empty() {

@@ -25,4 +25,4 @@ mod sweeps;
 
 pub(crate) use server::Dashboard;
 pub(crate) use server_state::ServedFolder;
-pub(crate) use sweeps::{SweepPlace, SweepReader};
+pub(crate) use sweeps::{SweepLocation, SweepReader};

@@ -373,7 +373,7 @@ mod tests {
             (status, answer["error"].as_str()),
             (409, Some("run x-20260131-235959 is not running; its state is killed"))
         );
-        let _lock = candle_zero::files::FolderLock::ask(&folder, Duration::ZERO).unwrap();
+        let _lock = candle_zero::files::FolderLock::acquire(&folder, Duration::ZERO).unwrap();
         assert_eq!(post(&dashboard, &format!("/api/request?id={ID}&what=save")).0, 409);
         assert_eq!(post(&dashboard, &format!("/api/request?id={ID}&what=remove")).0, 400);
         assert_eq!(post(&dashboard, "/api/request?id=y&what=stop").0, 404);

@@ -1,7 +1,7 @@
 //! The state that the threads of a server share.
 
 use super::access::AccessRules;
-use super::sweeps::{SweepPlace, SweepReader};
+use super::sweeps::{SweepLocation, SweepReader};
 use candle_zero::runs::{RecordedRun, RunsFolder};
 use candle_zero::util::lock;
 use serde_json::Value;
@@ -58,8 +58,8 @@ pub(super) struct SharedServerState {
 
 impl SharedServerState {
     /// Returns the sweeps in the served folder.
-    pub(super) fn sweep_places(&self) -> Vec<SweepPlace> {
-        self.sweeps.as_ref().map_or_else(Vec::new, |reader| reader.places())
+    pub(super) fn sweep_locations(&self) -> Vec<SweepLocation> {
+        self.sweeps.as_ref().map_or_else(Vec::new, |reader| reader.locations())
     }
 
     /// Returns the folder of the run with this id, if it exists: a folder in the served folder, or in the folder of
@@ -70,9 +70,9 @@ impl SharedServerState {
             (is_name(name) && path.is_dir()).then_some(path)
         };
         in_folder(self.folder.runs().path(), id).or_else(|| {
-            self.sweep_places()
+            self.sweep_locations()
                 .iter()
-                .find_map(|place| in_folder(place.runs.as_deref()?, id.strip_prefix(place.prefix.as_str())?))
+                .find_map(|location| in_folder(location.runs.as_deref()?, id.strip_prefix(location.prefix.as_str())?))
         })
     }
 

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 
 /// A sweep in the served folder.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct SweepPlace {
+pub(crate) struct SweepLocation {
     /// The name by which the page requests it.
     pub(crate) name: String,
     /// The folder of the sweep.
@@ -23,12 +23,12 @@ pub(crate) struct SweepPlace {
 /// A reader of the sweeps in the served folder.
 pub(crate) trait SweepReader: std::fmt::Debug + Send + Sync {
     /// Returns the sweeps that are currently in the folder.
-    fn places(&self) -> Vec<SweepPlace>;
+    fn locations(&self) -> Vec<SweepLocation>;
 
     /// Returns a sweep as the page shows it.
     ///
     /// # Errors
     /// Fails if a file cannot be read or the definition is damaged. Damage to the journal is not an error; the returned
     /// sweep reports it.
-    fn read(&self, place: &SweepPlace) -> Result<Value, Error>;
+    fn read(&self, location: &SweepLocation) -> Result<Value, Error>;
 }

@@ -40,7 +40,7 @@ pub(crate) struct CargoBuild {
     pub(super) name: String,
     pub(super) features: Option<String>,
     /// The folder that `zerorun` was built from, if it no longer exists and the package needs it.
-    pub(super) gone: Option<PathBuf>,
+    pub(super) missing_source: Option<PathBuf>,
     pub(super) printed_path: Option<DiagnosticPath>,
 }
 
@@ -51,7 +51,7 @@ pub(crate) struct CargoBuild {
 #[derive(Debug)]
 pub(super) struct DiagnosticPath {
     pub(super) by_rustc: String,
-    pub(super) own: String,
+    pub(super) as_typed: String,
 }
 
 /// The part of cargo's JSON messages that is needed here.
@@ -128,14 +128,14 @@ pub(crate) fn build(build: &CargoBuild) -> Result<PathBuf> {
     if errors > 0 {
         return Err(LaunchError::ScriptDoesNotCompile { script: build.script.clone() }.into());
     }
-    let gone = build.gone.as_ref().map(|folder| {
+    let hint = build.missing_source.as_ref().map(|folder| {
         format!(
             "; candle-zero was not found, because {}, which zerorun was built from, no longer exists; install zerorun \
              from the sources' current folder (cargo install --path FOLDER/crates/zerorun)",
             folder.display()
         )
     });
-    Err(failed(format!("{status}; see its message above{}", gone.unwrap_or_default())))
+    Err(failed(format!("{status}; see its message above{}", hint.unwrap_or_default())))
 }
 
 /// Returns whether the target folder does not contain a compiled candle-zero yet.
@@ -180,12 +180,12 @@ fn message_format() -> &'static str {
 
 /// Replaces the path in the `--> path:line:column` lines of a message with the path that the user typed.
 fn with_typed_path(rendered: &str, path: &DiagnosticPath) -> String {
-    let mut text = String::with_capacity(rendered.len() + path.own.len());
+    let mut text = String::with_capacity(rendered.len() + path.as_typed.len());
     for line in rendered.split_inclusive('\n') {
         match path_position(line, &path.by_rustc) {
             Some(at) => {
                 text.push_str(&line[..at]);
-                text.push_str(&path.own);
+                text.push_str(&path.as_typed);
                 text.push_str(&line[at + path.by_rustc.len()..]);
             }
             None => text.push_str(line),
@@ -223,7 +223,7 @@ mod tests {
     use super::*;
 
     fn relabelled(rendered: &str) -> String {
-        let path = DiagnosticPath { by_rustc: "train.rs".to_string(), own: "../my/train.rs".to_string() };
+        let path = DiagnosticPath { by_rustc: "train.rs".to_string(), as_typed: "../my/train.rs".to_string() };
         with_typed_path(rendered, &path)
     }
 
@@ -251,7 +251,7 @@ mod tests {
     fn a_checkout_that_is_gone_is_named_where_cargo_fails_without_it() {
         // A folder without a manifest: cargo fails immediately.
         let package = tempfile::tempdir().unwrap();
-        let error_of = |gone: Option<&str>| {
+        let error_of = |missing_source: Option<&str>| {
             let of_script = CargoBuild {
                 script: "train.rs".into(),
                 package_dir: package.path().into(),
@@ -259,7 +259,7 @@ mod tests {
                 kind: CargoTargetKind::Bin,
                 name: "train".into(),
                 features: None,
-                gone: gone.map(PathBuf::from),
+                missing_source: missing_source.map(PathBuf::from),
                 printed_path: None,
             };
             build(&of_script).unwrap_err().to_string()

@@ -34,16 +34,16 @@ static LISTENING: AtomicBool = AtomicBool::new(false);
 static END_REQUESTED: AtomicBool = AtomicBool::new(false);
 
 /// Records that signals no longer end the process by default.
-pub(super) fn signals_are_heard() {
+pub(super) fn set_signals_handled() {
     LISTENING.store(true, Ordering::SeqCst);
 }
 
 /// Records that the launcher should end. From then on, output that is not read is discarded.
-pub(super) fn asked_to_end() {
+pub(super) fn request_end() {
     END_REQUESTED.store(true, Ordering::SeqCst);
 }
 
-/// Writes all `bytes`, however long the terminal or pipe takes. After [`asked_to_end`], gives up after about a second
+/// Writes all `bytes`, however long the terminal or pipe takes. After [`request_end`], gives up after about a second
 /// without progress. Only one thread writes to a stream at a time, as with the standard library's streams.
 pub(super) fn write(stream: ConsoleStream, bytes: &[u8]) -> io::Result<()> {
     static WRITERS: [Mutex<ConsoleWriter>; 2] = [Mutex::new(ConsoleWriter::Direct), Mutex::new(ConsoleWriter::Direct)];
@@ -135,7 +135,7 @@ pub(crate) fn eprint(line: &str) {
 static OUTPUT_LOST: AtomicBool = AtomicBool::new(false);
 
 /// Returns false if some output was lost for a reason other than a closed pipe. The process must then end with an error.
-pub(crate) fn all_is_written() -> bool {
+pub(crate) fn all_output_written() -> bool {
     !OUTPUT_LOST.load(Ordering::SeqCst)
 }
 

@@ -45,8 +45,8 @@ pub(crate) struct LocalJobSpec {
     pub(crate) prometheus: Option<u16>,
     /// The record of the run. Settings that are not given come from the environment.
     pub(crate) run: RunRecordFlags,
-    /// The place of the ranks in a run of islands.
-    pub(crate) island: IslandPlace,
+    /// The options of a job that is one of several islands.
+    pub(crate) island: IslandOptions,
     /// The number of restarts so far.
     pub(crate) restart: u32,
     /// The folder in which ranks write their parts of the timeline.
@@ -59,10 +59,10 @@ pub(crate) struct LocalJobSpec {
     pub(crate) devices: Option<String>,
 }
 
-/// The place of a job's ranks in a run of islands that meet at a server. `None` means the value from the environment or
-/// the configuration.
+/// The options of a job that is one of several islands, which meet at a server. `None` means the value from the
+/// environment or the configuration.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct IslandPlace {
+pub(crate) struct IslandOptions {
     /// The address of the server.
     pub(crate) server: Option<String>,
     /// The slot to request.
@@ -82,7 +82,7 @@ pub(crate) struct MultiHostContext {
     /// The number of this host's first rank among the ranks of all hosts.
     pub(crate) first: usize,
     /// The index of this host, and the number of hosts.
-    pub(crate) place: usize,
+    pub(crate) host_index: usize,
     pub(crate) hosts: usize,
     /// The name of this host, for the lines of its ranks, if there are other hosts.
     pub(crate) host: Option<String>,
@@ -94,7 +94,7 @@ pub(crate) struct MultiHostContext {
     /// [`PeerMessage`](super::signals::LauncherEvent::PeerMessage) announces it.
     pub(crate) remote_failure: Arc<Mutex<Option<(usize, String)>>>,
     /// Forwards to the other hosts a signal that asks this launcher to end.
-    pub(crate) tell: Arc<dyn Fn(Signal) + Send + Sync>,
+    pub(crate) forward_signal: Arc<dyn Fn(Signal) + Send + Sync>,
 }
 
 impl MultiHostContext {
@@ -106,22 +106,22 @@ impl MultiHostContext {
         let name = format!("candle_zero_{:x}_{now:x}_{start}", std::process::id());
         Self {
             first: 0,
-            place: 0,
+            host_index: 0,
             hosts: 1,
             host: None,
             master_addr: Ipv4Addr::LOCALHOST.to_string(),
             pmi: pmi::PmiServer::for_one_host(name, ranks),
             remote_failure: Arc::default(),
-            tell: Arc::new(|_| {}),
+            forward_signal: Arc::new(|_| {}),
         }
     }
 }
 
 impl std::fmt::Debug for MultiHostContext {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { first, place, hosts, host, .. } = self;
+        let Self { first, host_index, hosts, host, .. } = self;
         let host = host.as_deref().unwrap_or("this one");
-        write!(f, "MultiHostContext {{ ranks from {first} on, host {place} of {hosts}: {host} }}")
+        write!(f, "MultiHostContext {{ ranks from {first} on, host {host_index} of {hosts}: {host} }}")
     }
 }
 
@@ -147,8 +147,8 @@ pub(super) fn common_environment(job: &LocalJobSpec) -> Result<Vec<(&'static str
         None if is_set(TIMEOUT_MS) => {}
         None => variables.push((TIMEOUT_MS, DEFAULT_TIMEOUT.as_millis().to_string())),
     }
-    let (place, hosts) = context.map_or((0, 1), |context| (context.place, context.hosts));
-    variables.extend([("CROSS_RANK", place.to_string()), ("CROSS_SIZE", hosts.to_string())]);
+    let (host_index, hosts) = context.map_or((0, 1), |context| (context.host_index, context.hosts));
+    variables.extend([("CROSS_RANK", host_index.to_string()), ("CROSS_SIZE", hosts.to_string())]);
     variables.extend(context.map(|context| ("PMI_SIZE", context.pmi.world().to_string())));
     variables.extend(job.prometheus.map(|port| (PROMETHEUS_PORT, port.to_string())));
     variables.extend(job.island.server.clone().map(|server| (island_server::SERVER, server)));

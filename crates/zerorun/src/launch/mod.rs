@@ -59,19 +59,19 @@ use std::time::Duration;
 #[derive(Debug, Clone)]
 pub(crate) enum LaunchMode {
     /// On this host.
-    Alone,
+    OneHost,
     /// On the hosts in a hostfile; this launcher starts a launcher on each.
-    Hosts(nodes::ssh::MultiHostOptions),
+    Hostfile(nodes::ssh::MultiHostOptions),
     /// On several hosts, on each of which something else starts a launcher.
-    Nodes(nodes::NodeOptions),
+    PerHostLaunchers(nodes::NodeOptions),
 }
 
 impl LaunchMode {
     /// Returns the hosts and slots of a hostfile, if there is one.
     pub(crate) fn world(&self) -> Result<Option<WorldInfo>> {
         match self {
-            Self::Hosts(hosts) => hosts.world().map(Some),
-            Self::Alone | Self::Nodes(_) => Ok(None),
+            Self::Hostfile(hosts) => hosts.world().map(Some),
+            Self::OneHost | Self::PerHostLaunchers(_) => Ok(None),
         }
     }
 }
@@ -97,8 +97,8 @@ pub(crate) struct LaunchOptions {
     pub(crate) prometheus: Option<u16>,
     /// The record of the run. Settings that are not given come from the environment.
     pub(crate) run: RunRecordFlags,
-    /// The place of the ranks in a run of islands.
-    pub(crate) island: local_job_spec::IslandPlace,
+    /// The options of a job that is one of several islands.
+    pub(crate) island: local_job_spec::IslandOptions,
     pub(crate) max_restarts: u32,
     /// The minimum number of ranks after a restart. It is not greater than `ranks`.
     pub(crate) min_ranks: usize,
@@ -129,7 +129,7 @@ pub(crate) fn start(options: &LaunchOptions) -> Result<u8> {
     let world = options.job_hosts.world()?;
     // With several hosts in a hostfile, each host's launcher checks its own cores.
     let local_ranks = match (&options.job_hosts, &world) {
-        (LaunchMode::Hosts(hosts), Some(world)) if hosts.mpirun.is_none() => hosts.only_here(world),
+        (LaunchMode::Hostfile(hosts), Some(world)) if hosts.mpirun.is_none() => hosts.only_here(world),
         (_, Some(_)) => None,
         _ => Some(options.ranks),
     };
@@ -163,7 +163,7 @@ pub(crate) fn start(options: &LaunchOptions) -> Result<u8> {
         let file = std::env::var_os(timeline::FILE).filter(|file| !file.is_empty());
         file.map(Into::into)
     });
-    let has_several_hosts = !matches!(options.job_hosts, LaunchMode::Alone);
+    let has_several_hosts = !matches!(options.job_hosts, LaunchMode::OneHost);
     if has_several_hosts && timeline_file.is_some() {
         eprint("zerorun: no timeline is recorded: timelines are available only on a single host");
     }
@@ -227,8 +227,8 @@ pub(crate) fn run_on(
     let max_restarts = options.max_restarts;
     let policy = restarts::RestartPolicy { max_restarts, min_ranks: options.min_ranks.unwrap_or(job.world) };
     match (job_hosts, world) {
-        (LaunchMode::Nodes(node), _) => nodes::run(job, node, max_restarts),
-        (LaunchMode::Hosts(hosts), Some(world)) => match (hosts.only_here(world), &hosts.mpirun) {
+        (LaunchMode::PerHostLaunchers(node), _) => nodes::run(job, node, max_restarts),
+        (LaunchMode::Hostfile(hosts), Some(world)) => match (hosts.only_here(world), &hosts.mpirun) {
             (_, Some(mpirun)) => mpirun::become_mpirun(&job, mpirun, world, hosts.master_addr.as_deref()),
             (Some(ranks), None) => {
                 let job = LocalJobSpec { world: ranks, devices: Some(world.devices(0)), ..job };
@@ -246,7 +246,7 @@ pub(crate) fn run_on(
 /// Starts the dashboard that the job's flags request. If something else starts launchers on several hosts, only the
 /// first host serves it.
 fn serve_dashboard(job: &mut LocalJobSpec, job_hosts: &LaunchMode) -> Result<Option<Dashboard>> {
-    let is_other_host = matches!(job_hosts, LaunchMode::Nodes(nodes::NodeOptions { node: 1.., .. }));
+    let is_other_host = matches!(job_hosts, LaunchMode::PerHostLaunchers(nodes::NodeOptions { node: 1.., .. }));
     let Some(address) = job.run.dashboard.filter(|_| !is_other_host) else { return Ok(None) };
     let served = ServedFolder::new(RunsFolder::find(job.run.folder.clone()).path());
     let dashboard = Dashboard::serve(served.clone(), None, address)?;

@@ -25,7 +25,7 @@ const MAX_VALUE_BYTES: usize = 4096;
 /// The PMI server of the ranks of this host.
 pub(crate) struct PmiServer {
     /// The name of the key-value space. Libraries name shared memory after it, so it is unique for each start.
-    space: String,
+    kvs_name: String,
     /// The number of ranks on all hosts.
     world: usize,
     /// The number of ranks on this host.
@@ -45,13 +45,13 @@ struct PmiState {
 }
 
 impl PmiServer {
-    /// Creates the server for a start whose key-value space is called `space`. `ranks` contains the number of ranks on
-    /// each host; this is host `node`. When all ranks of this host are at a barrier, `send` receives the values that they
-    /// have put, and [`PmiServer::deliver`] then releases the ranks.
+    /// Creates the server for a start whose key-value space is called `kvs_name`. `ranks` contains the number of ranks
+    /// on each host; `host_index` is the index of this host. When all ranks of this host are at a barrier, `send`
+    /// receives the values that they have put, and [`PmiServer::deliver`] then releases the ranks.
     pub(crate) fn new(
-        space: String,
+        kvs_name: String,
         ranks: &[usize],
-        node: usize,
+        host_index: usize,
         send: impl Fn(PmiValues) + Send + Sync + 'static,
     ) -> Self {
         let world = ranks.iter().sum();
@@ -59,16 +59,16 @@ impl PmiServer {
         // and MPICH's own shared memory would stay in /dev/shm if ranks were killed.
         let values = BTreeMap::from([("PMI_process_mapping".to_string(), format!("(vector,(0,{world},1))"))]);
         let state = Mutex::new(PmiState { values, ..PmiState::default() });
-        Self { space, world, local: ranks[node], state, send: Box::new(send) }
+        Self { kvs_name, world, local: ranks[host_index], state, send: Box::new(send) }
     }
 
     /// Creates the server for a start whose ranks are all on this host.
-    pub(crate) fn for_one_host(space: String, ranks: usize) -> Arc<Self> {
+    pub(crate) fn for_one_host(kvs_name: String, ranks: usize) -> Arc<Self> {
         Arc::new_cyclic(|server: &Weak<Self>| {
             let server = server.clone();
             let deliver =
                 move |fresh| server.upgrade().into_iter().for_each(|server| server.deliver(Clone::clone(&fresh)));
-            Self::new(space, &[ranks], 0, deliver)
+            Self::new(kvs_name, &[ranks], 0, deliver)
         })
     }
 
@@ -115,7 +115,7 @@ impl PmiServer {
                 format!("cmd=maxes kvsname_max=256 keylen_max={MAX_NAME_BYTES} vallen_max={MAX_VALUE_BYTES}\n")
             }
             "get_appnum" => "cmd=appnum appnum=0\n".into(),
-            "get_my_kvsname" => format!("cmd=my_kvsname kvsname={}\n", self.space),
+            "get_my_kvsname" => format!("cmd=my_kvsname kvsname={}\n", self.kvs_name),
             "get_universe_size" => format!("cmd=universe_size size={}\n", self.world),
             "put" => {
                 let name = word("key").unwrap_or_default().to_string();

@@ -137,7 +137,7 @@ pub(super) struct RankOutputForwarder {
     running: usize,
     tails: Arc<Mutex<Vec<StderrTail>>>,
     /// Whether some output could not be written for a reason other than a closed pipe.
-    unwritten: Arc<AtomicBool>,
+    output_lost: Arc<AtomicBool>,
     /// The name of this host, if there are several hosts, and the number of its first rank.
     host_and_first_rank: (Option<String>, usize),
     record: Arc<JobRecordWriter>,
@@ -149,9 +149,9 @@ pub(super) struct DrainedOutput {
     /// The last part of each rank's stderr output, by rank. Ranks without output may be missing.
     pub(super) tails: Vec<StderrTail>,
     /// Whether some output could not be written for a reason other than a closed pipe. This has been reported.
-    pub(super) unwritten: bool,
+    pub(super) output_lost: bool,
     /// The last signal that asked the launcher to end while the output was drained.
-    pub(super) asked: Option<Signal>,
+    pub(super) end_signal: Option<Signal>,
 }
 
 impl RankOutputForwarder {
@@ -171,7 +171,7 @@ impl RankOutputForwarder {
             ended,
             running: 0,
             tails: Arc::default(),
-            unwritten: Arc::default(),
+            output_lost: Arc::default(),
             host_and_first_rank,
             record,
         }
@@ -192,7 +192,7 @@ impl RankOutputForwarder {
         let prefix = format!("[{host}rank {}] ", first + rank);
         let record = Arc::clone(&self.record);
         let tails = Arc::clone(&self.tails);
-        let unwritten = Arc::clone(&self.unwritten);
+        let output_lost = Arc::clone(&self.output_lost);
         let work = move || {
             let show = |piece: OutputPiece<'_>| {
                 if let OutputPiece::Line(line) = &piece {
@@ -216,7 +216,7 @@ impl RankOutputForwarder {
                 busy.fetch_sub(1, Ordering::SeqCst);
                 if let Err(error) = written {
                     // Closing the pipe informs the rank, as if there were no launcher.
-                    if error.kind() != io::ErrorKind::BrokenPipe && !unwritten.swap(true, Ordering::SeqCst) {
+                    if error.kind() != io::ErrorKind::BrokenPipe && !output_lost.swap(true, Ordering::SeqCst) {
                         eprint(&console::cannot_write(stream, &error));
                     }
                     break;
@@ -238,7 +238,7 @@ impl RankOutputForwarder {
     /// [`DRAIN_TIMEOUT`]. After a signal that asks the launcher to end, output that is not read is discarded (see
     /// [`console::write`]).
     pub(super) fn drain(mut self, events: &Receiver<LauncherEvent>) -> DrainedOutput {
-        let mut asked = None;
+        let mut end_signal = None;
         let mut last_activity = Instant::now();
         while self.running > 0 {
             match self.ended.recv_timeout(DRAIN_POLL_INTERVAL) {
@@ -255,13 +255,13 @@ impl RankOutputForwarder {
             }
             for event in events.try_iter() {
                 if let LauncherEvent::End(signal) = event {
-                    asked = Some(signal);
+                    end_signal = Some(signal);
                 }
             }
         }
         self.screen.end_progress_line();
         let tails = std::mem::take(&mut *lock(&self.tails));
-        DrainedOutput { tails, unwritten: self.unwritten.load(Ordering::SeqCst), asked }
+        DrainedOutput { tails, output_lost: self.output_lost.load(Ordering::SeqCst), end_signal }
     }
 }
 

@@ -48,11 +48,11 @@ pub(crate) enum RunEnd {
     /// All ranks exited with code 0.
     Well,
     /// All ranks exited with code 0, but some of their output could not be passed on. This has been reported.
-    Unwritten,
+    OutputLost,
     /// The launcher received this signal.
     Interrupted(Signal),
     /// Another host of the job is lost or has failed.
-    Elsewhere,
+    EndedByOtherHost,
     Failed(RunFailure),
 }
 
@@ -71,7 +71,7 @@ pub(crate) struct RunFailure {
     /// The launcher's exit code for the failure.
     pub(crate) code: u8,
     /// A signal that asked the launcher to end during the shutdown after the failure.
-    pub(crate) asked: Option<Signal>,
+    pub(crate) end_signal: Option<Signal>,
 }
 
 /// Runs the ranks until they end. Must be called on the main thread.
@@ -104,17 +104,17 @@ pub(crate) fn run(job: &LocalJobSpec, events: &Receiver<LauncherEvent>) -> Resul
     for rank in ranks.processes.len()..job.world {
         ranks.region.mark_dead(rank, "it was not started: the job was asked to end");
     }
-    ranks.region.let_in();
+    ranks.region.mark_all_started();
     ranks.supervise(events);
     let drained = output.drain(events);
-    ranks.end_signal = drained.asked.or(ranks.end_signal);
+    ranks.end_signal = drained.end_signal.or(ranks.end_signal);
     let end = ranks.end(&drained.tails);
     if let RunEnd::Failed(failure) = &end {
         record.failed(failure.rank, failure.headline.trim_start_matches("zerorun: "));
     }
     record.finish();
     Ok(match end {
-        RunEnd::Well if drained.unwritten => RunEnd::Unwritten,
+        RunEnd::Well if drained.output_lost => RunEnd::OutputLost,
         end => end,
     })
 }
@@ -129,7 +129,7 @@ enum ShutdownCause {
     /// The launcher received a signal.
     Interrupted { signal: Signal, at: Instant },
     /// Another host is lost or has failed.
-    Elsewhere { at: Instant },
+    OtherHost { at: Instant },
 }
 
 #[derive(Debug)]
@@ -326,7 +326,7 @@ impl RankProcesses {
         let now = Instant::now();
         let (term, kill) = match self.cause {
             ShutdownCause::Running => return now + TICK,
-            ShutdownCause::Failure { at, .. } | ShutdownCause::Elsewhere { at } => {
+            ShutdownCause::Failure { at, .. } | ShutdownCause::OtherHost { at } => {
                 (at + SELF_EXIT_TIMEOUT, at + SELF_EXIT_TIMEOUT + SIGTERM_TIMEOUT)
             }
             ShutdownCause::Interrupted { at, .. } => (at + self.grace, at + self.grace),
@@ -362,7 +362,7 @@ impl RankProcesses {
     fn handle(&mut self, event: LauncherEvent) {
         if let LauncherEvent::End(signal) = event {
             self.end_signal = Some(signal);
-            self.multi_host.iter().for_each(|context| (context.tell)(signal));
+            self.multi_host.iter().for_each(|context| (context.forward_signal)(signal));
         }
         match (event, self.cause) {
             (LauncherEvent::Child, _) => {}
@@ -372,7 +372,7 @@ impl RankProcesses {
                     self.region.mark_remote_death(rank, &why);
                     self.record.failed_elsewhere(rank, &why);
                     if matches!(self.cause, ShutdownCause::Running) {
-                        self.cause = ShutdownCause::Elsewhere { at: Instant::now() };
+                        self.cause = ShutdownCause::OtherHost { at: Instant::now() };
                     }
                 }
             }
@@ -400,7 +400,7 @@ impl RankProcesses {
     fn end(&self, tails: &[StderrTail]) -> RunEnd {
         match self.cause {
             ShutdownCause::Running => RunEnd::Well,
-            ShutdownCause::Elsewhere { .. } => RunEnd::Elsewhere,
+            ShutdownCause::OtherHost { .. } => RunEnd::EndedByOtherHost,
             ShutdownCause::Failure { first, at } => RunEnd::Failed(self.failure(first, at, tails)),
             ShutdownCause::Interrupted { signal, .. } => RunEnd::Interrupted(signal),
         }
@@ -441,7 +441,7 @@ impl RankProcesses {
             rank: culprit.end.rank,
             blames: error_lines.iter().find_map(|line| rank_pointed_at(line)),
             code: if by_itself { culprit.end.ended.exit_code() } else { first.ended.exit_code() },
-            asked: self.end_signal,
+            end_signal: self.end_signal,
         }
     }
 }
@@ -451,9 +451,9 @@ impl RankProcesses {
     fn own_error_output(&self, culprit: &CulpritRank, tails: &[StderrTail]) -> Vec<String> {
         let rank = culprit.end.rank;
         let by_itself = culprit.end.request == StopRequest::Nothing && culprit.end.ended != RankExitStatus::Signal(9);
-        let reason = self.region.last_words(rank);
+        let reason = self.region.abort_reason(rank);
         match tails.get(rank) {
-            Some(tail) => tail.last_words(reason.as_deref(), by_itself),
+            Some(tail) => tail.failure_lines(reason.as_deref(), by_itself),
             None => reason.iter().flat_map(|reason| reason.lines()).map(str::to_string).collect(),
         }
     }

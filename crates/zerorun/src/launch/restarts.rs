@@ -89,13 +89,13 @@ pub(crate) fn run(backend: CommBackend, mut job: LocalJobSpec, policy: &RestartP
             (backend == CommBackend::Mpi).then(|| MultiHostContext::mpi_on_one_host(job.world, job.restart));
         let failure = match ranks::run(&job, &events)? {
             RunEnd::Well => return Ok(0),
-            RunEnd::Unwritten => return Ok(EXIT_OUTPUT_LOST),
-            RunEnd::Elsewhere => unreachable!("the ranks are on this host"),
+            RunEnd::OutputLost => return Ok(EXIT_OUTPUT_LOST),
+            RunEnd::EndedByOtherHost => unreachable!("the ranks are on this host"),
             RunEnd::Interrupted(signal) => return Ok(stopped_by(signal)),
             RunEnd::Failed(failure) => failure,
         };
         failed.push(FailedRun { ranks: job.world, after: failure.after });
-        let next = policy.next(&failed).filter(|_| failure.asked.is_none());
+        let next = policy.next(&failed).filter(|_| failure.end_signal.is_none());
         let Some(next) = next else { return Ok(give_up(&failure, policy)) };
         eprint(&announcement(&failure, &next, job.world, policy));
         if let Some(signal) = wait_out(next.pause, &events) {
@@ -126,7 +126,7 @@ fn announcement(failure: &RunFailure, next: &NextStart, ranks_before: usize, pol
 /// launcher's exit code.
 fn give_up(failure: &RunFailure, policy: &RestartPolicy) -> u8 {
     eprint(&failure.report);
-    match (failure.asked, policy.max_restarts) {
+    match (failure.end_signal, policy.max_restarts) {
         (_, 0) => {}
         (Some(signal), _) => eprint(&format!("zerorun: not restarted because of {}", signals::name(signal.as_raw()))),
         (None, all) => eprint(&format!("zerorun: no restarts are left: --max_restarts {all} is exhausted")),
@@ -223,7 +223,7 @@ mod tests {
             rank: 1,
             blames: None,
             code: 3,
-            asked: None,
+            end_signal: None,
         };
         let line = |runs: &[(usize, u64)]| {
             let runs = failed(runs);

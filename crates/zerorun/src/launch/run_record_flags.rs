@@ -56,7 +56,7 @@ impl RunRecordFlags {
     }
 
     /// Returns the message about a conflict between the flags, if there is one.
-    pub(crate) fn wrong(&self) -> Option<String> {
+    pub(crate) fn conflict(&self) -> Option<String> {
         (self.is_off() && self.dashboard.is_some()).then(|| {
             format!(
                 "--dashboard shows the record of the run, but --runs or {RUNS_DIR} is off; give a folder in --runs, or leave \

@@ -146,16 +146,16 @@ impl SingleFileScript {
             seed_lock(&package_dir, &lock)?;
         }
         Ok(CargoBuild {
-            script: self.typed.clone(),
+            script: self.given_path.clone(),
             package_dir,
             target_dir: Some(cache.join("target")),
             kind: CargoTargetKind::Bin,
             name,
             features,
-            gone: wants_registry.then(|| PathBuf::from(CHECKOUT)),
+            missing_source: wants_registry.then(|| PathBuf::from(CHECKOUT)),
             printed_path: Some(DiagnosticPath {
                 by_rustc: printed_path.to_string_lossy().into_owned(),
-                own: self.typed.to_string_lossy().into_owned(),
+                as_typed: self.given_path.to_string_lossy().into_owned(),
             }),
         })
     }
@@ -183,7 +183,7 @@ impl SingleFileScript {
         // A script may be called build.rs.
         package.insert("build".to_string(), Value::from(false));
         let source = source.to_str().ok_or_else(|| LaunchError::NotStartable {
-            path: self.typed.clone(),
+            path: self.given_path.clone(),
             found: "its path is not UTF-8".to_string(),
             fix: "rename it, because cargo needs a path in UTF-8".to_string(),
         })?;
@@ -225,7 +225,7 @@ impl SingleFileScript {
         let line_at = |offset: usize| first_line + text[..offset].matches('\n').count();
         let manifest: Table = text.parse().map_err(|error: toml::de::Error| {
             Error::from(LaunchError::Frontmatter {
-                path: self.typed.clone(),
+                path: self.given_path.clone(),
                 line: line_at(error.span().map_or(0, |span| span.start.min(text.trim_end().len()))),
                 problem: format!("the manifest is not valid TOML: {}", error.message().trim().replace('\n', ", ")),
                 fix: "write it as in a Cargo.toml".to_string(),
@@ -233,7 +233,7 @@ impl SingleFileScript {
         })?;
         let refused = |key: &str, full_key: String| {
             Error::from(LaunchError::Frontmatter {
-                path: self.typed.clone(),
+                path: self.given_path.clone(),
                 line: line_at(text.find(key).unwrap_or(0)),
                 problem: format!("a script's manifest cannot have `{full_key}`"),
                 fix: "the script is the package's only program; create a cargo package for more".to_string(),
@@ -254,7 +254,7 @@ impl SingleFileScript {
         parent.entry(key).or_insert_with(|| Value::Table(Table::new())).as_table_mut().ok_or_else(|| {
             let (text, first_line) = self.parts.manifest.as_ref().map_or(("", 1), |(text, line)| (text, *line));
             LaunchError::Frontmatter {
-                path: self.typed.clone(),
+                path: self.given_path.clone(),
                 line: first_line + text[..text.find(key).unwrap_or(0)].matches('\n').count(),
                 problem: format!("`{key}` is not a table"),
                 fix: "write it as in a Cargo.toml".to_string(),
@@ -359,7 +359,7 @@ mod tests {
 
     fn single(script: &str) -> SingleFileScript {
         SingleFileScript {
-            typed: PathBuf::from("train.rs"),
+            given_path: PathBuf::from("train.rs"),
             path: PathBuf::from("/home/me/train.rs"),
             parts: frontmatter::split(script).unwrap(),
         }

@@ -37,28 +37,28 @@ pub(crate) struct PackageTarget {
 #[derive(Debug)]
 pub(crate) struct SingleFileScript {
     /// The path as typed.
-    pub(super) typed: PathBuf,
+    pub(super) given_path: PathBuf,
     /// The absolute path, without symbolic links.
     pub(super) path: PathBuf,
     pub(super) parts: ScriptParts,
 }
 
 /// Determines the kind of a file.
-pub(crate) fn find(typed: &Path) -> Result<ScriptTarget> {
-    let read = |source| Error::Io { action: "read", path: typed.to_path_buf(), source };
-    let metadata = match std::fs::metadata(typed) {
+pub(crate) fn find(given_path: &Path) -> Result<ScriptTarget> {
+    let read = |source| Error::Io { action: "read", path: given_path.to_path_buf(), source };
+    let metadata = match std::fs::metadata(given_path) {
         Ok(metadata) => metadata,
         Err(error) if error.kind() == ErrorKind::NotFound => {
-            return match on_path(typed, &std::env::var_os("PATH").unwrap_or_default()) {
+            return match on_path(given_path, &std::env::var_os("PATH").unwrap_or_default()) {
                 Some(path) => Ok(ScriptTarget::Program { path }),
-                None => Err(not_found(typed)),
+                None => Err(not_found(given_path)),
             };
         }
         Err(error) => return Err(read(error)),
     };
     let not_startable = |found: &str| {
         Error::from(LaunchError::NotStartable {
-            path: typed.to_path_buf(),
+            path: given_path.to_path_buf(),
             found: found.to_string(),
             fix: "give a Rust file (.rs) or an executable".to_string(),
         })
@@ -66,16 +66,16 @@ pub(crate) fn find(typed: &Path) -> Result<ScriptTarget> {
     if !metadata.is_file() {
         return Err(not_startable(if metadata.is_dir() { "it is a folder" } else { "it is not a regular file" }));
     }
-    if !is_rust(typed) {
+    if !is_rust(given_path) {
         if metadata.permissions().mode() & 0o111 == 0 {
             return Err(not_startable("its name does not end in .rs, and it is not executable"));
         }
-        return Ok(ScriptTarget::Program { path: std::path::absolute(typed).map_err(read)? });
+        return Ok(ScriptTarget::Program { path: std::path::absolute(given_path).map_err(read)? });
     }
-    let path = std::fs::canonicalize(typed).map_err(read)?;
+    let path = std::fs::canonicalize(given_path).map_err(read)?;
     let text = std::fs::read_to_string(&path).map_err(read)?;
     let parts = frontmatter::split(&text).map_err(|problem| LaunchError::Frontmatter {
-        path: typed.to_path_buf(),
+        path: given_path.to_path_buf(),
         line: problem.line,
         problem: problem.found,
         fix: problem.fix,
@@ -86,44 +86,45 @@ pub(crate) fn find(typed: &Path) -> Result<ScriptTarget> {
     {
         return Ok(ScriptTarget::InPackage(in_package));
     }
-    Ok(ScriptTarget::Single(SingleFileScript { typed: typed.to_path_buf(), path, parts }))
+    Ok(ScriptTarget::Single(SingleFileScript { given_path: given_path.to_path_buf(), path, parts }))
 }
 
 /// Returns whether a name is looked up in `PATH`, as a shell does for a name without a slash. A Rust file is never
 /// looked up there.
-fn is_bare(typed: &Path) -> bool {
-    let bare = typed.components().count() == 1 && typed.file_name().is_some_and(|name| name == typed.as_os_str());
-    bare && !is_rust(typed)
+fn is_bare(given_path: &Path) -> bool {
+    let is_plain_name = |name: &OsStr| name == given_path.as_os_str();
+    let bare = given_path.components().count() == 1 && given_path.file_name().is_some_and(is_plain_name);
+    bare && !is_rust(given_path)
 }
 
-fn is_rust(typed: &Path) -> bool {
-    typed.extension().is_some_and(|extension| extension == "rs")
+fn is_rust(given_path: &Path) -> bool {
+    given_path.extension().is_some_and(|extension| extension == "rs")
 }
 
 /// Returns the first executable of this name in the folders of a `PATH`.
-fn on_path(typed: &Path, path: &OsStr) -> Option<PathBuf> {
+fn on_path(given_path: &Path, path: &OsStr) -> Option<PathBuf> {
     let is_program = |file: &PathBuf| {
         std::fs::metadata(file).is_ok_and(|metadata| metadata.is_file() && metadata.permissions().mode() & 0o111 != 0)
     };
     // An empty entry stands for the current folder, where the file does not exist.
-    let folders = std::env::split_paths(path).filter(|folder| is_bare(typed) && !folder.as_os_str().is_empty());
-    std::path::absolute(folders.map(|folder| folder.join(typed)).find(is_program)?).ok()
+    let folders = std::env::split_paths(path).filter(|folder| is_bare(given_path) && !folder.as_os_str().is_empty());
+    std::path::absolute(folders.map(|folder| folder.join(given_path)).find(is_program)?).ok()
 }
 
-fn not_found(typed: &Path) -> Error {
-    let mut with_ending = typed.as_os_str().to_owned();
+fn not_found(given_path: &Path) -> Error {
+    let mut with_ending = given_path.as_os_str().to_owned();
     with_ending.push(".rs");
     let with_ending = PathBuf::from(with_ending);
-    let example = Path::new("examples").join(if typed.extension().is_some() { typed } else { &with_ending });
+    let example = Path::new("examples").join(if given_path.extension().is_some() { given_path } else { &with_ending });
     let fix = match [with_ending, example].into_iter().find(|path| path.is_file()) {
         Some(path) => format!("did you mean {}?", path.display()),
         None => "give a Rust file (.rs) or an executable".to_string(),
     };
-    let found = match is_bare(typed) {
+    let found = match is_bare(given_path) {
         true => "there is no such file here and no program with that name on the PATH",
         false => "there is no such file",
     };
-    LaunchError::NotStartable { path: typed.to_path_buf(), found: found.to_string(), fix }.into()
+    LaunchError::NotStartable { path: given_path.to_path_buf(), found: found.to_string(), fix }.into()
 }
 
 /// Returns the target that `path` (absolute, without symbolic links) belongs to in the nearest package around it,
@@ -176,15 +177,15 @@ fn usual_target(package: Option<&toml::Table>, dir: &Path, path: &Path) -> Optio
 
 impl PackageTarget {
     /// Returns the build of this target, in its package's own target folder.
-    pub(crate) fn into_build(self, typed: &Path, features: Option<&str>) -> CargoBuild {
+    pub(crate) fn into_build(self, given_path: &Path, features: Option<&str>) -> CargoBuild {
         CargoBuild {
-            script: typed.to_path_buf(),
+            script: given_path.to_path_buf(),
             package_dir: self.manifest_dir,
             target_dir: None,
             kind: self.kind,
             name: self.name,
             features: features.map(str::to_string),
-            gone: None,
+            missing_source: None,
             printed_path: None,
         }
     }

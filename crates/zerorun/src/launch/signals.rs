@@ -52,7 +52,7 @@ pub(crate) fn listen() -> Result<(Sender<LauncherEvent>, Receiver<LauncherEvent>
                     _ => LauncherEvent::Pass(Signal::USR2),
                 };
                 if matches!(event, LauncherEvent::End(_)) {
-                    console::asked_to_end();
+                    console::request_end();
                 }
                 if sender.send(event).is_err() {
                     return;
@@ -60,7 +60,7 @@ pub(crate) fn listen() -> Result<(Sender<LauncherEvent>, Receiver<LauncherEvent>
             }
         })
         .map_err(setup)?;
-    console::signals_are_heard();
+    console::set_signals_handled();
     Ok((event_sender, receiver))
 }
 

@@ -31,7 +31,7 @@ impl StderrTail {
     /// Returns the last error or panic message. If there is none, returns `reason`, which the rank gave to the other
     /// ranks. If there is no reason either, returns the last few lines of a rank that `ended_by_itself`. A rank that was
     /// stopped had no time to print a reason, and its earlier output does not contain one.
-    pub(super) fn last_words(&self, reason: Option<&str>, ended_by_itself: bool) -> Vec<String> {
+    pub(super) fn failure_lines(&self, reason: Option<&str>, ended_by_itself: bool) -> Vec<String> {
         if let Some(begin) = self.0.iter().rposition(|line| begins_message(line)) {
             let message = self.0.range(begin..).take_while(|line| !ends_message(line));
             return message.take(SHOWN_MESSAGE_LINES).cloned().collect();
@@ -69,7 +69,7 @@ mod tests {
     fn words(text: &str, reason: Option<&str>) -> String {
         let mut tail = StderrTail::default();
         text.lines().for_each(|line| tail.push(line.as_bytes()));
-        tail.last_words(reason, true).join("\n")
+        tail.failure_lines(reason, true).join("\n")
     }
 
     #[test]
@@ -77,10 +77,10 @@ mod tests {
         assert_eq!(words("a\nstep 1/9 loss 3\nb\nstep 2/9 loss 2\n", None), "a\nb");
         let mut tail = StderrTail::default();
         ["all is well", "still well"].iter().for_each(|line| tail.push(line.as_bytes()));
-        assert_eq!(tail.last_words(None, false), Vec::<String>::new());
-        assert_eq!(tail.last_words(Some("why"), false), ["why"]);
+        assert_eq!(tail.failure_lines(None, false), Vec::<String>::new());
+        assert_eq!(tail.failure_lines(Some("why"), false), ["why"]);
         tail.push(b"Error: no more");
-        assert_eq!(tail.last_words(None, false), ["Error: no more"]);
+        assert_eq!(tail.failure_lines(None, false), ["Error: no more"]);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use crate::launch::console::{CommandLineError, EXIT_SETUP, print, refused};
 use crate::launch::script_package::{cache, script_of};
 use candle_zero::Error;
-use candle_zero::util::binary;
+use candle_zero::util::format_bytes;
 use clap::Parser;
 use std::ffi::OsString;
 use std::fmt::Write as _;
@@ -58,7 +58,7 @@ impl CacheArguments {
                 remove(&folder.join(name))?;
             }
             let after = size(folder).map_err(io_error("read", folder))?;
-            return Ok(format!("{}: {} removed", folder.display(), binary(before.saturating_sub(after))));
+            return Ok(format!("{}: {} removed", folder.display(), format_bytes(before.saturating_sub(after))));
         }
         let mut scripts = scripts(folder)?;
         if self.prune {
@@ -69,9 +69,9 @@ impl CacheArguments {
             scripts = existing;
         }
         let now = if self.prune { size(folder).map_err(io_error("read", folder))? } else { before };
-        let mut text = format!("{}: {}", folder.display(), binary(now));
+        let mut text = format!("{}: {}", folder.display(), format_bytes(now));
         if self.prune {
-            _ = write!(text, ", {} removed", binary(before.saturating_sub(now)));
+            _ = write!(text, ", {} removed", format_bytes(before.saturating_sub(now)));
         }
         for script in &scripts {
             let note = if script.exists() { "" } else { " (no longer exists: --prune removes it)" };

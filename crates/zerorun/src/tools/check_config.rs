@@ -72,13 +72,13 @@ impl CheckArguments {
 
 /// Returns all problems, in file order.
 fn diagnostics(error: Error) -> Vec<ConfigDiagnostic> {
-    let file_problem = |rule, place, message| vec![ConfigDiagnostic::new("$".into(), rule, place, message)];
+    let file_problem = |rule, position, message| vec![ConfigDiagnostic::new("$".into(), rule, position, message)];
     match error {
         Error::Config(ConfigError::Problems { problems, .. }) => {
-            problems.into_iter().map(|p| ConfigDiagnostic::new(p.path, p.rule.name(), p.place, p.message)).collect()
+            problems.into_iter().map(|p| ConfigDiagnostic::new(p.path, p.rule.name(), p.position, p.message)).collect()
         }
-        Error::Config(ConfigError::Syntax { place, expected, found, .. }) => {
-            file_problem("syntax", Some(place), format!("expected {expected}, found {found}"))
+        Error::Config(ConfigError::Syntax { position, expected, found, .. }) => {
+            file_problem("syntax", Some(position), format!("expected {expected}, found {found}"))
         }
         Error::Config(ConfigError::DuplicateKey { path, first, second, .. }) => {
             let message = format!("given twice, at {first} and at {second}; remove one of them");
@@ -98,7 +98,7 @@ fn json(checked: CheckOutcome) -> Value {
         Err(error) => (diagnostics(error), Value::Null),
     };
     let errors = errors.iter().map(|diagnostic| {
-        let (line, column) = (diagnostic.place.map(|p| p.line), diagnostic.place.map(|p| p.column));
+        let (line, column) = (diagnostic.position.map(|p| p.line), diagnostic.position.map(|p| p.column));
         let ConfigDiagnostic { path, rule, message, .. } = diagnostic;
         json!({"path": path, "line": line, "column": column, "rule": rule, "message": message})
     });

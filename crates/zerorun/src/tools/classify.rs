@@ -74,11 +74,12 @@ impl ClassifyArguments {
 
     /// Prints the label of a text. Returns whether standard output accepted it.
     fn show(&self, classifier: &Classifier, text: &str) -> Result<bool> {
-        let ClassificationOutput { labels, tokens, cut, .. } = classifier.classify(text)?;
-        if cut > 0 && !self.json {
+        let ClassificationOutput { labels, tokens, truncated_tokens, .. } = classifier.classify(text)?;
+        if truncated_tokens > 0 && !self.json {
             eprint(&format!(
-                "zerorun: the next text has {} tokens, {cut} more than the model's context; the rest is cut off",
-                tokens + cut
+                "zerorun: the next text has {} tokens, {truncated_tokens} more than the model's context; the rest is \
+                 cut off",
+                tokens + truncated_tokens
             ));
         }
         let Some((label, probability)) = labels.first() else { return Ok(true) };
@@ -87,8 +88,8 @@ impl ClassifyArguments {
         }
         let all: Map<String, Value> = labels.iter().map(|(label, p)| (label.clone(), json!(p))).collect();
         let mut line = json!({ "text": text, "label": label, "probability": probability, "labels": all });
-        if cut > 0 {
-            line["cut_tokens"] = json!(cut);
+        if truncated_tokens > 0 {
+            line["cut_tokens"] = json!(truncated_tokens);
         }
         Ok(print(line))
     }

@@ -16,7 +16,7 @@ pub(super) struct ConfigDiagnostic {
     pub(super) path: String,
     /// The name of the broken rule.
     pub(super) rule: &'static str,
-    pub(super) place: Option<TextPosition>,
+    pub(super) position: Option<TextPosition>,
     /// The first position of a duplicate key.
     pub(super) first: Option<TextPosition>,
     pub(super) message: String,
@@ -24,8 +24,8 @@ pub(super) struct ConfigDiagnostic {
 
 impl ConfigDiagnostic {
     /// Creates a problem at one position, or at none.
-    pub(super) fn new(path: String, rule: &'static str, place: Option<TextPosition>, message: String) -> Self {
-        Self { path, rule, place, first: None, message }
+    pub(super) fn new(path: String, rule: &'static str, position: Option<TextPosition>, message: String) -> Self {
+        Self { path, rule, position, first: None, message }
     }
 }
 
@@ -38,9 +38,9 @@ pub(super) fn render_all(file: &str, text: &str, diagnostics: &[ConfigDiagnostic
         // Writing to a String cannot fail.
         let _ = writeln!(all, "{}\n", render(&renderer, file, &lines, diagnostic));
     }
-    for ConfigDiagnostic { path, place, message, .. } in diagnostics.iter().skip(MAX_DETAILED_PROBLEMS) {
-        let place = place.map(|place| format!("{place}: ")).unwrap_or_default();
-        let _ = writeln!(all, "{place}`{path}`: {message}");
+    for ConfigDiagnostic { path, position, message, .. } in diagnostics.iter().skip(MAX_DETAILED_PROBLEMS) {
+        let position = position.map(|position| format!("{position}: ")).unwrap_or_default();
+        let _ = writeln!(all, "{position}`{path}`: {message}");
     }
     all
 }
@@ -51,19 +51,21 @@ fn render(renderer: &Renderer, file: &str, lines: &LineIndex<'_>, diagnostic: &C
         path => format!("`{path}`: {}", diagnostic.message),
     };
     let title = Level::ERROR.primary_title(title);
-    let Some(place) = diagnostic.place else { return renderer.render(&[annotate_snippets::Group::with_title(title)]) };
-    let from = diagnostic.first.map_or(place.line, |first| first.line.min(place.line));
+    let Some(position) = diagnostic.position else {
+        return renderer.render(&[annotate_snippets::Group::with_title(title)]);
+    };
+    let from = diagnostic.first.map_or(position.line, |first| first.line.min(position.line));
     // Only these lines are passed on: otherwise each rendering would scan the complete text.
-    let (start, source) = lines.between(from, place.line);
-    let span = |place: TextPosition| {
-        let at = lines.token(place);
+    let (start, source) = lines.between(from, position.line);
+    let span = |position: TextPosition| {
+        let at = lines.token(position);
         at.start - start..at.end - start
     };
     let mut snippet = Snippet::source(source).line_start(from).path(file);
     if let Some(first) = diagnostic.first {
         snippet = snippet.annotation(AnnotationKind::Context.span(span(first)).label("first here"));
     }
-    renderer.render(&[title.element(snippet.annotation(AnnotationKind::Primary.span(span(place))))])
+    renderer.render(&[title.element(snippet.annotation(AnnotationKind::Primary.span(span(position))))])
 }
 
 /// A text and the start of each of its lines, numbered as in [`TextPosition`].
@@ -93,9 +95,9 @@ impl<'a> LineIndex<'a> {
     }
 
     /// Returns the byte range of the word, number, string or symbol at a position; empty at the end of a line.
-    fn token(&self, place: TextPosition) -> Range<usize> {
-        let (line_start, line) = self.between(place.line, place.line);
-        let at = line.char_indices().nth(place.column - 1).map_or(line.len(), |(at, _)| at);
+    fn token(&self, position: TextPosition) -> Range<usize> {
+        let (line_start, line) = self.between(position.line, position.line);
+        let at = line.char_indices().nth(position.column - 1).map_or(line.len(), |(at, _)| at);
         let rest = &line[at..];
         let length = match rest.chars().next() {
             None => 0,
@@ -157,10 +159,10 @@ mod tests {
 
     #[test]
     fn beyond_the_most_there_is_a_line_each() {
-        let place = Some(TextPosition { line: 1, column: 2 });
+        let position = Some(TextPosition { line: 1, column: 2 });
         let diagnostic = |n: usize| {
             let message = "is unknown".to_string();
-            ConfigDiagnostic::new(format!("k{n}"), "unknown key", place, message)
+            ConfigDiagnostic::new(format!("k{n}"), "unknown key", position, message)
         };
         let all =
             render_all("f.json", "{\"a\": 1}", &(0..MAX_DETAILED_PROBLEMS + 2).map(diagnostic).collect::<Vec<_>>());

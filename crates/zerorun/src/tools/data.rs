@@ -98,7 +98,7 @@ impl ShowDataArguments {
         };
         let config_ctx = || DecoderConfig::read(folder.join("config.json")).map_or(usize::MAX, |config| config.ctx);
         let max_ctx = || base.as_ref().map_or_else(config_ctx, |base| base.config().ctx);
-        let default_ctx = || max_ctx().min(DataOptions::USUAL_CTX);
+        let default_ctx = || max_ctx().min(DataOptions::DEFAULT_CTX);
         let task = match self.task {
             ShowTaskArg::Generate => TrainingTask::Generate,
             ShowTaskArg::Prefer => TrainingTask::Prefer,

@@ -72,7 +72,7 @@ impl FileProgress {
             self.finish();
             self.file = at.file;
         }
-        self.bytes.report(at.bytes, at.of);
+        self.bytes.report(at.bytes, at.total_bytes);
     }
 
     /// Ends the progress line.

@@ -13,7 +13,7 @@ use candle_zero::estimate::{Estimate, EstimateOptions, PipelineEstimate, Shapes,
 use candle_zero::memory::MemoryRow;
 use candle_zero::offload::{available_memory, free_space};
 use candle_zero::precision::{Nf4Scales, WeightPacking};
-use candle_zero::util::{binary, counted, matches};
+use candle_zero::util::{counted, format_bytes, matches};
 use clap::{ArgGroup, Parser, ValueEnum};
 use serde_json::{Value, json};
 use std::ffi::OsString;
@@ -169,10 +169,10 @@ impl EstimateArguments {
             disk_access: None,
         };
         let estimate = Estimate::with(&shapes, &config, options)?;
-        let answer = |hosts| self.forecast.answer(hosts, &estimate, (&shapes, &config, options));
-        let hosts = hosts.map(answer).transpose()?;
-        let need =
-            HostMemoryNeed::new(&estimate, &config, hosts.as_ref().map_or(config.world_size, |hosts| hosts.each));
+        let forecast = |hosts| self.forecast.forecast(hosts, &estimate, (&shapes, &config, options));
+        let hosts = hosts.map(forecast).transpose()?;
+        let ranks_per_host = hosts.as_ref().map_or(config.world_size, |hosts| hosts.ranks_per_host);
+        let need = HostMemoryNeed::new(&estimate, &config, ranks_per_host);
         let gpu = self.gpu.clone().flatten();
         Ok(EstimateReport { need, shapes, config, estimate, hosts, gpu, deepspeed: self.deepspeed })
     }
@@ -231,7 +231,8 @@ impl HostMemoryNeed {
     fn new(estimate: &Estimate, config: &Config, ranks: usize) -> Self {
         let all = |bytes: usize| (bytes as u64).saturating_mul(ranks as u64);
         let zero = &config.zero;
-        let sections = [zero.offload_param.as_ref().map(|o| &o.to), zero.offload_optimizer.as_ref().map(|o| &o.to)];
+        let sections =
+            [zero.offload_param.as_ref().map(|o| &o.device), zero.offload_optimizer.as_ref().map(|o| &o.device)];
         let folder = sections.into_iter().flatten().find_map(|to| to.nvme_path()).map(Path::to_owned);
         Self {
             ranks,
@@ -250,20 +251,20 @@ impl HostMemoryNeed {
     fn verdicts(&self) -> Vec<String> {
         let who = if self.ranks == 1 { "one rank needs".to_string() } else { format!("{} ranks need", self.ranks) };
         let comparison = |need: u64, has: u64| match has.checked_sub(need) {
-            Some(remaining) => format!("that is enough, and {} is left", binary(remaining)),
-            None => format!("that is too little: {} more is needed", binary(need - has)),
+            Some(remaining) => format!("that is enough, and {} is left", format_bytes(remaining)),
+            None => format!("that is too little: {} more is needed", format_bytes(need - has)),
         };
         let mut verdicts = vec![format!(
             "on this machine, {who} at most {} of memory, and {} is available: {}",
-            binary(self.host),
-            binary(self.available),
+            format_bytes(self.host),
+            format_bytes(self.available),
             comparison(self.host, self.available)
         )];
         if let Some((folder, free)) = self.folder.as_ref().filter(|_| self.files > 0) {
-            let (need, folder) = (binary(self.files), folder.display());
+            let (need, folder) = (format_bytes(self.files), folder.display());
             verdicts.push(format!(
                 "files take {need}, and {} is free in {folder}: {}",
-                binary(*free),
+                format_bytes(*free),
                 comparison(self.files, *free)
             ));
         }
@@ -296,7 +297,7 @@ const NOT_INCLUDED: [&str; 3] = [
 
 impl EstimateReport {
     fn assumptions(&self) -> Vec<String> {
-        let mut assumptions = self.shapes.assumed().to_vec();
+        let mut assumptions = self.shapes.assumptions().to_vec();
         assumptions.push("for the peaks: units run, and parameters are used, in the order of the model".into());
         if self.config.pipeline != PipelineConfig::default() {
             assumptions.push(
@@ -311,7 +312,7 @@ impl EstimateReport {
                     .into(),
             );
         }
-        assumptions.extend(self.hosts.iter().flat_map(MultiHostForecast::assumed));
+        assumptions.extend(self.hosts.iter().flat_map(MultiHostForecast::assumptions));
         assumptions
     }
 
@@ -396,7 +397,7 @@ impl EstimateReport {
         if self.deepspeed {
             _ = writeln!(text, "\nDeepSpeed's estimators, for {} in one machine:", counted(ranks, "GPU"));
             for (name, MemoryNeeds { cpu_bytes, gpu_bytes }) in self.deepspeed() {
-                let (gpu, cpu) = (binary(gpu_bytes), binary(cpu_bytes));
+                let (gpu, cpu) = (format_bytes(gpu_bytes), format_bytes(cpu_bytes));
                 _ = writeln!(text, "  {name:<30} {gpu:>12} per GPU {cpu:>12} on the host");
             }
         }
@@ -438,7 +439,7 @@ impl EstimateReport {
             _ = write!(text, "{:>16}", binary_or_none(rows.clone().map(column).sum::<usize>() as u64));
         }
         let formula: f64 = rows.filter_map(|row| row.formula).sum();
-        _ = writeln!(text, "\n{:<24}{:>16}", "the paper's formula", binary(formula as u64));
+        _ = writeln!(text, "\n{:<24}{:>16}", "the paper's formula", format_bytes(formula as u64));
     }
 
     /// Writes the traffic of a step.
@@ -454,7 +455,7 @@ impl EstimateReport {
         }
         for (name, bytes) in [("read from files", step.bytes_read), ("written to files", step.bytes_written)] {
             if bytes > 0 {
-                _ = writeln!(text, "{name:<40}{:>16}", binary(bytes));
+                _ = writeln!(text, "{name:<40}{:>16}", format_bytes(bytes));
             }
         }
     }
@@ -475,5 +476,5 @@ fn table_json() -> Value {
 }
 
 fn binary_or_none(bytes: u64) -> String {
-    if bytes == 0 { "-".into() } else { binary(bytes) }
+    if bytes == 0 { "-".into() } else { format_bytes(bytes) }
 }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 /// Returns the reason why a run failed, from its log: the first line that the launcher repeats from the first failed
 /// rank, else the last line about an error, else the last line.
-pub(super) fn last_words(log: &Path) -> String {
+pub(super) fn failure_reason(log: &Path) -> String {
     let text = String::from_utf8_lossy(&std::fs::read(log).unwrap_or_default()).into_owned();
     reason_in(&text)
 }

@@ -167,7 +167,7 @@ impl GenerateArguments {
     /// Returns the prompts given on the command line.
     fn command_line_prompts(&self, generator: &Generator<'_>) -> Result<Vec<Vec<u32>>> {
         if let Some(path) = &self.messages {
-            return Ok(vec![generator.of_conversation(&messages(path)?)?]);
+            return Ok(vec![generator.encode_conversation(&messages(path)?)?]);
         }
         self.prompt.iter().map(|prompt| self.ids(generator, prompt)).collect()
     }
@@ -175,10 +175,10 @@ impl GenerateArguments {
     /// Tokenizes a prompt.
     fn ids(&self, generator: &Generator<'_>, prompt: &str) -> Result<Vec<u32>> {
         if !generator.has_template() {
-            return generator.of_text(prompt);
+            return generator.encode_text(prompt);
         }
         let system = self.system.iter().map(|system| ("system", system.as_str()));
-        generator.of_conversation(&Conversation::new(system.chain([("user", prompt)])))
+        generator.encode_conversation(&Conversation::new(system.chain([("user", prompt)])))
     }
 }
 

@@ -1,6 +1,6 @@
 //! The memory of GPUs, by name or as a size.
 
-use candle_zero::util::binary;
+use candle_zero::util::format_bytes;
 use std::str::FromStr;
 
 /// The total memory of a GPU in MiB, as nvidia-smi shows it. The driver reserves a little of the nominal memory.
@@ -56,17 +56,17 @@ impl GpuCapacity {
     /// Returns a sentence about whether a rank's model state fits.
     pub fn verdict(&self, need: u64) -> String {
         let Self { name, bytes } = self;
-        let (has, takes) = (binary(*bytes), binary(need));
+        let (has, takes) = (format_bytes(*bytes), format_bytes(need));
         match bytes.checked_sub(need) {
             Some(remaining) => format!(
                 "of the {has} of each GPU ({name}), model state takes at most {takes}: it fits, and {} is left for \
                  activations and CUDA's own memory",
-                binary(remaining)
+                format_bytes(remaining)
             ),
             None => format!(
                 "of the {has} of each GPU ({name}), model state takes at most {takes}: it does not fit ({} more is \
                  needed); use a higher stage, more ranks, or offload_optimizer and offload_param",
-                binary(need - bytes)
+                format_bytes(need - bytes)
             ),
         }
     }

@@ -6,7 +6,7 @@ use candle_zero::config::Config;
 use candle_zero::estimate::{
     Estimate, EstimateOptions, Forecast, InterHostTraffic, MeasuredStep, Network, ScalingRow, Shapes,
 };
-use candle_zero::util::{binary, counted};
+use candle_zero::util::{counted, format_bytes};
 use clap::Args;
 use serde_json::{Value, json};
 use std::fmt::Write as _;
@@ -69,25 +69,26 @@ impl ForecastArguments {
     ///
     /// # Errors
     /// Fails if the measurement cannot be read.
-    pub(super) fn answer(
+    pub(super) fn forecast(
         &self,
         hosts: usize,
         estimate: &Estimate,
         (shapes, config, options): (&Shapes, &Config, EstimateOptions),
     ) -> Result<MultiHostForecast> {
         let measured = self.measured_step()?;
-        let (network, each) = (self.network.unwrap_or(Network::ASSUMED), config.world_size / hosts);
+        let (network, ranks_per_host) = (self.network.unwrap_or(Network::ASSUMED), config.world_size / hosts);
         let forecast = estimate.forecast(hosts, &network, measured.as_ref())?;
-        let rows = Estimate::weak_scaling(shapes, config, options, (hosts, each), &network, measured.as_ref())?;
+        let sizes = (hosts, ranks_per_host);
+        let rows = Estimate::weak_scaling(shapes, config, options, sizes, &network, measured.as_ref())?;
         let is_network_given = self.network.is_some();
-        Ok(MultiHostForecast { each, network, is_network_given, measured, forecast, rows })
+        Ok(MultiHostForecast { ranks_per_host, network, is_network_given, measured, forecast, rows })
     }
 }
 
 /// The forecast, with its network and measurement.
 pub(super) struct MultiHostForecast {
     /// The number of ranks of each host.
-    pub each: usize,
+    pub ranks_per_host: usize,
     network: Network,
     /// Whether the user gave the network.
     is_network_given: bool,
@@ -105,10 +106,10 @@ pub(super) const NOT_INCLUDED: [&str; 2] = [
 
 impl MultiHostForecast {
     pub(super) fn json(&self) -> Value {
-        let Self { each, network, measured, forecast, rows, .. } = self;
+        let Self { ranks_per_host, network, measured, forecast, rows, .. } = self;
         json!({
             "hosts": forecast.hosts,
-            "ranks_of_each": each,
+            "ranks_of_each": ranks_per_host,
             "network": {"text": network.to_string(), "bytes_per_s": network.bytes_per_s(),
                         "latency_s": network.latency_s(), "busy": network.busy()},
             "measured_s": measured.as_ref().map(MeasuredStep::step_s),
@@ -117,8 +118,8 @@ impl MultiHostForecast {
         })
     }
 
-    pub(super) fn assumed(&self) -> Vec<String> {
-        let Self { each, network, measured, .. } = self;
+    pub(super) fn assumptions(&self) -> Vec<String> {
+        let Self { ranks_per_host, network, measured, .. } = self;
         let default_note = if self.is_network_given { "" } else { ", the default of --network" };
         let mut assumptions = vec![format!(
             "each host's link carries {network} in each direction at the same time{default_note}: {} of data a second",
@@ -147,9 +148,9 @@ impl MultiHostForecast {
                         steps => format!("{steps} measured steps"),
                     }
                 ));
-                if let Some(ranks) = measured.ranks().filter(|ranks| ranks != each) {
-                    let each = counted(*each, "rank");
-                    assumptions.push(format!("a step on {each} takes as long as the measured steps on {ranks}"));
+                if let Some(ranks) = measured.ranks().filter(|ranks| ranks != ranks_per_host) {
+                    let host_ranks = counted(*ranks_per_host, "rank");
+                    assumptions.push(format!("a step on {host_ranks} takes as long as the measured steps on {ranks}"));
                 }
             }
         }
@@ -165,8 +166,8 @@ impl MultiHostForecast {
     }
 
     fn write_bytes(&self, text: &mut String) {
-        let Self { each, forecast, .. } = self;
-        let ranks = if *each == 1 { "one rank" } else { &format!("{each} ranks") };
+        let Self { ranks_per_host, forecast, .. } = self;
+        let ranks = if *ranks_per_host == 1 { "one rank" } else { &format!("{ranks_per_host} ranks") };
         let head = match forecast.hosts {
             1 => format!("one host of {ranks}"),
             hosts => format!("{hosts} hosts of {ranks}"),
@@ -210,7 +211,7 @@ impl MultiHostForecast {
             let efficiency = efficiency.map_or("-".into(), |share| format!("{:.1} %", 100.0 * share));
             let time = seconds(forecast.step_s.unwrap_or(forecast.wire_s));
             let into = binary_or_none(forecast.bytes().bytes_in);
-            let memory = binary(*rank_bytes as u64);
+            let memory = format_bytes(*rank_bytes as u64);
             _ = write!(text, "{:<8}", forecast.hosts);
             let cells = [forecast.ranks.to_string(), time, efficiency, into, memory];
             cells.iter().for_each(|cell| _ = write!(text, "{cell:>18}"));
@@ -240,7 +241,7 @@ fn decimal(bytes: f64) -> String {
 }
 
 fn binary_or_none(bytes: u64) -> String {
-    if bytes == 0 { "-".into() } else { binary(bytes) }
+    if bytes == 0 { "-".into() } else { format_bytes(bytes) }
 }
 
 #[cfg(test)]

@@ -58,8 +58,8 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
         if bind.contains(':') { format!("[{bind}]:{}", arguments.port) } else { format!("{bind}:{}", arguments.port) };
     options.record = arguments.record;
     options.replay = arguments.replay;
-    options.silence = Duration::from_secs(arguments.silence);
-    options.prints = true;
+    options.silence_timeout = Duration::from_secs(arguments.silence);
+    options.print_events = true;
     // The handlers are installed before the server prints its address, after which a signal may arrive.
     if let Err(source) = asked_to_stop() {
         return Ok(refused(&candle_zero::error::EngineError::Signals { source }.into(), EXIT_SETUP));

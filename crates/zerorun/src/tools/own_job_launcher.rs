@@ -4,7 +4,7 @@ use crate::error::{Error, LaunchError};
 use crate::launch::console::{EXIT_SETUP, eprint, refused};
 use crate::launch::failure_report::RankExitStatus;
 use crate::launch::hosts::core_list::CoreList;
-use crate::launch::local_job_spec::{IslandPlace, LocalJobSpec};
+use crate::launch::local_job_spec::{IslandOptions, LocalJobSpec};
 use crate::launch::ranks::{self, RunEnd};
 use crate::launch::run_record_flags::RunRecordFlags;
 use crate::launch::signals::{self, LauncherEvent};
@@ -83,7 +83,7 @@ impl OwnJobLauncher {
             master_port: None,
             prometheus: None,
             run: RunRecordFlags { folder: Some("off".into()), ..RunRecordFlags::default() },
-            island: IslandPlace::default(),
+            island: IslandOptions::default(),
             restart,
             timeline: None,
             multi_host: None,
@@ -91,8 +91,8 @@ impl OwnJobLauncher {
             devices: None,
         };
         match ranks::run(&job, &self.events)? {
-            RunEnd::Well | RunEnd::Unwritten => Ok(()),
-            RunEnd::Elsewhere => unreachable!("the ranks are on this host"),
+            RunEnd::Well | RunEnd::OutputLost => Ok(()),
+            RunEnd::EndedByOtherHost => unreachable!("the ranks are on this host"),
             RunEnd::Interrupted(signal) => Err(OwnJobStop::Interrupted(signal)),
             RunEnd::Failed(failure) => Err(OwnJobStop::Failed(failure.report)),
         }

@@ -5,7 +5,7 @@ use crate::error::Result;
 use candle_zero::estimate::{MeasuredStep, Network, PipelineEstimate, PipelineRankEstimate};
 use candle_zero::memory::{MemoryReport, MemoryRow};
 use candle_zero::pipeline::PartitionMethod;
-use candle_zero::util::{binary, counted};
+use candle_zero::util::{counted, format_bytes};
 use serde_json::{Value, json};
 use std::fmt::Write as _;
 
@@ -103,8 +103,8 @@ impl PipelineReport {
         for (at, rank) in estimate.ranks.iter().enumerate() {
             let PipelineRankEstimate { layers, parameters, trained, memory, held_activations, .. } = rank;
             let layers: Vec<String> = layers.iter().map(|range| format!("{}-{}", range.start, range.end - 1)).collect();
-            let held = binary(sum(memory, |row| row.host.held));
-            let peak = binary(sum(memory, |row| row.host.peak));
+            let held = format_bytes(sum(memory, |row| row.host.held));
+            let peak = format_bytes(sum(memory, |row| row.host.peak));
             _ = writeln!(
                 text,
                 "{at:<6}{:>12}{parameters:>16}{trained:>16}{held:>16}{peak:>16}{held_activations:>20}",
@@ -120,7 +120,7 @@ impl PipelineReport {
             text,
             "\nper micro batch and boundary, {} crosses the network forward, and the same amount backward\nranks wait \
              for {:.1} % of a step",
-            binary(self.activation as u64),
+            format_bytes(self.activation as u64),
             100.0 * bubble
         );
         match (&self.network, seconds) {

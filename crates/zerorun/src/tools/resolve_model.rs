@@ -8,7 +8,7 @@ use crate::error::Result;
 #[cfg(feature = "hub")]
 use crate::launch::console::eprint;
 #[cfg(feature = "hub")]
-use candle_zero::util::binary;
+use candle_zero::util::format_bytes;
 use candle_zero_finetune::hub::{FileSelection, Repository};
 use std::path::{Path, PathBuf};
 
@@ -40,7 +40,7 @@ impl ResolvedModel {
     }
 
     /// Returns the model at the path where [`find`](Self::find) has found it in another process.
-    pub fn found(argument: &Path, path: &Path) -> Self {
+    pub fn already_resolved(argument: &Path, path: &Path) -> Self {
         let repository = argument.to_str().and_then(Repository::parse).filter(|_| argument != path);
         Self { path: path.to_owned(), repository }
     }
@@ -53,9 +53,9 @@ fn fetch(_: &Path, repository: Repository, selection: FileSelection) -> Result<R
         if at.file != file {
             std::mem::take(&mut progress).finish();
             file = at.file.to_owned();
-            eprint(&format!("zerorun: {file}, {}", binary(at.of)));
+            eprint(&format!("zerorun: {file}, {}", format_bytes(at.total_bytes)));
         }
-        progress.report(at.bytes, at.of);
+        progress.report(at.bytes, at.total_bytes);
     });
     progress.finish();
     let path = path?;

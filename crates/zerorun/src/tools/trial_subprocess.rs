@@ -18,9 +18,9 @@ use std::process::Command;
 const RUN_VARIABLES: [&str; 6] = [timeline::FILE, timeline::PARTS, PROMETHEUS_PORT, RUN, RUNS_DIR, STOP_AT];
 
 /// Writes a file atomically: if writing fails, the file is unchanged.
-pub(super) fn write_whole(path: &Path, text: &str) -> Result<()> {
+pub(super) fn write_atomically(path: &Path, text: &str) -> Result<()> {
     let write = || {
-        let mut file = AtomicFile::beside(path)?;
+        let mut file = AtomicFile::create_for(path)?;
         file.file().write_all(text.as_bytes())?;
         file.finish().map(drop)
     };
@@ -29,7 +29,7 @@ pub(super) fn write_whole(path: &Path, text: &str) -> Result<()> {
 
 /// Makes `command` a trial: it writes into a new `log`, receives SIGTERM if this process dies, and does not see the
 /// variables of other runs.
-pub(super) fn as_trial(command: &mut Command, log: &Path) -> Result<()> {
+pub(super) fn configure_trial(command: &mut Command, log: &Path) -> Result<()> {
     let io = |action| move |source| Error::Io { action, path: log.to_owned(), source };
     let out = File::create(log).map_err(io("create"))?;
     let err = out.try_clone().map_err(io("open"))?;

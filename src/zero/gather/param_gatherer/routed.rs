@@ -13,7 +13,7 @@ impl<R: StepExecutor> ParamGatherer<R> {
     /// Divides routed units into groups of consecutive units, each as large as `stage3_prefetch_bucket_size` and
     /// `stage3_max_live_parameters` allow, but with at least one unit. Returns the sizes of the groups.
     pub fn routed_groups(&self, core: &R, units: &[UnitId]) -> Vec<usize> {
-        let max_elements = self.ahead.min(core.zero().max_live_parameters);
+        let max_elements = self.max_in_flight.min(core.zero().max_live_parameters);
         let mut groups: Vec<usize> = Vec::new();
         let mut elements = 0usize;
         for unit in units {
@@ -37,13 +37,13 @@ impl<R: StepExecutor> ParamGatherer<R> {
         // All gathers and reads of the group begin before the wait for the first of them.
         self.launch_routed(core, group)?;
         let keeps = core.second_group() > 1 && !core.is_evaluating();
-        let after = if keeps { AfterGather::Kept } else { AfterGather::Used };
+        let after = if keeps { AfterGather::KeepSecondCopy } else { AfterGather::Use };
         for unit in group {
             self.ensure_gathered(core, *unit, after)?;
         }
         let numel: usize = next.iter().map(|unit| self.units[*unit].group.numel).sum();
         let is_local = self.unpacks_in_place && next.iter().any(|unit| self.units[*unit].is_packed);
-        let fits = numel <= self.ahead && self.live + self.in_flight + numel <= core.zero().max_live_parameters;
+        let fits = numel <= self.max_in_flight && self.live + self.in_flight + numel <= core.zero().max_live_parameters;
         if core.zero().overlap_comm && !is_local && fits {
             self.launch_routed(core, next)?;
         }

@@ -18,7 +18,7 @@ use std::time::Duration;
 use wire::{LauncherConnection, LauncherMessage, ReadDeadline};
 
 /// The maximum length of a message in bytes.
-const LONGEST: usize = 1 << 16;
+const MAX_MESSAGE_LENGTH: usize = 1 << 16;
 
 /// Reads each line as a message. Returns whether all lines are messages.
 ///
@@ -37,18 +37,18 @@ pub(crate) fn messages(data: &[u8]) -> bool {
 /// Reads a stream as the first host's launcher does or, if `joins` is true, as another host's launcher does: the
 /// handshake, then messages. Returns whether the handshake succeeds.
 pub(crate) fn session(data: &[u8], joins: bool, has_secret: bool) -> bool {
-    let [here, mut there] = ends();
+    let [reader, mut writer] = ends();
     std::thread::scope(|scope| {
         // The data is written in a thread, because the reader stops at the first error and leaves the rest.
         scope.spawn(move || {
-            let _ = there.write_all(data);
-            let _ = there.shutdown(Shutdown::Write);
-            there
+            let _ = writer.write_all(data);
+            let _ = writer.shutdown(Shutdown::Write);
+            writer
         });
-        let here = Arc::new(here);
-        let result = read(&here, joins, has_secret);
+        let reader = Arc::new(reader);
+        let result = read(&reader, joins, has_secret);
         // Closes the connection without TIME_WAIT, which would keep the port for a minute.
-        let _ = set_socket_linger(&*here, Some(Duration::ZERO));
+        let _ = set_socket_linger(&*reader, Some(Duration::ZERO));
         result
     })
 }
@@ -57,21 +57,21 @@ fn read(stream: &Arc<TcpStream>, joins: bool, has_secret: bool) -> bool {
     let wait = ReadDeadline::Silence(Duration::from_secs(5));
     let secret = has_secret.then(|| JobSecret::of_text("the test", "0123456789abcdef").expect("a valid secret"));
     let Ok(mut session) = LauncherConnection::over(stream.clone()) else { return false };
-    let is_met = match joins {
+    let succeeded = match joins {
         true => handshake::introduce(&mut session, secret.as_ref(), "host", wait).is_ok(),
         false => handshake::receive(&mut session, secret.as_ref(), wait).is_ok(),
     };
-    if is_met {
-        while session.next::<LauncherMessage>(LONGEST, wait).is_ok() {}
+    if succeeded {
+        while session.next::<LauncherMessage>(MAX_MESSAGE_LENGTH, wait).is_ok() {}
     }
     let _ = stream.shutdown(Shutdown::Read);
-    is_met
+    succeeded
 }
 
 /// Returns the two ends of a connection.
 fn ends() -> [TcpStream; 2] {
     static LISTENER: OnceLock<TcpListener> = OnceLock::new();
     let listener = LISTENER.get_or_init(|| TcpListener::bind(("127.0.0.1", 0)).expect("a free port"));
-    let there = TcpStream::connect(listener.local_addr().expect("an address")).expect("a connection");
-    [listener.accept().expect("a connection").0, there]
+    let client = TcpStream::connect(listener.local_addr().expect("an address")).expect("a connection");
+    [listener.accept().expect("a connection").0, client]
 }

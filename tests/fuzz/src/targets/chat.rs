@@ -98,9 +98,9 @@ fn shared() -> &'static Shared {
         for name in ["tiny", "smollm2", "llama3", "qwen3", "gemma3"] {
             let recorded = scratch::fixture_bytes(&format!("finetune/chat/{name}.json"));
             let recorded: Value = serde_json::from_slice(&recorded).expect("JSON");
-            let own = recorded["chat_template"].as_str().expect("a template").to_owned();
+            let plain = recorded["chat_template"].as_str().expect("a template").to_owned();
             let marked = scratch::fixture_bytes(&format!("finetune/chat/generation_templates/{name}.jinja"));
-            for source in [own, String::from_utf8(marked).expect("a template")] {
+            for source in [plain, String::from_utf8(marked).expect("a template")] {
                 templates.push(Template::new(&source, &tokens, ends()).expect("a template"));
             }
         }
@@ -131,8 +131,8 @@ pub(super) fn prepare(name: &str, bytes: &[u8], kind: &DataKind) -> bool {
     let options = DataOptions { overlong, ..DataOptions::new(kind.task, 64) };
     let tokenizer = &shared().tokenizer;
     let sources = [Source { path, weight: 1.0 }];
-    let made = Dataset::prepare(&sources, tokenizer, kind.template(), &options, &folder, &mut |_| {});
-    let Ok(dataset) = made else { return false };
+    let prepared = Dataset::prepare(&sources, tokenizer, kind.template(), &options, &folder, &mut |_| {});
+    let Ok(dataset) = prepared else { return false };
     for index in 0..dataset.len().min(64) {
         let sample = dataset.sample(index);
         assert!(sample.len() <= 64 && sample.len() == dataset.length(index), "{} tokens", sample.len());

@@ -39,7 +39,7 @@ pub fn run(data: &[u8]) -> bool {
     let Ok(text) = std::str::from_utf8(rest) else { return false };
     match first % 4 {
         0 => hostfile(text),
-        1 => WorldInfo::decode(text).is_ok_and(|world| world_is_kept(&world)),
+        1 => WorldInfo::decode(text).is_ok_and(|world| check_world(&world)),
         2 => cores(text),
         _ => variables(text),
     }
@@ -63,14 +63,14 @@ fn hostfile(text: &str) -> bool {
     let selection = HostSelection { include: include.into(), exclude: exclude.into(), ..HostSelection::default() };
     let Ok(selected) = selection.apply(&hosts) else { return false };
     for host in &selected {
-        let all = hosts.iter().find(|known| known.name == host.name).expect("a selected host is in the hostfile");
-        let known: BTreeSet<_> = all.slots.iter().collect();
-        assert!(host.slots.iter().all(|slot| known.contains(slot)), "{host:?} of {all:?}");
+        let all = hosts.iter().find(|listed| listed.name == host.name).expect("a selected host is in the hostfile");
+        let listed: BTreeSet<_> = all.slots.iter().collect();
+        assert!(host.slots.iter().all(|slot| listed.contains(slot)), "{host:?} of {all:?}");
     }
-    WorldInfo::new(selected).is_ok_and(|world| world_is_kept(&world))
+    WorldInfo::new(selected).is_ok_and(|world| check_world(&world))
 }
 
-fn world_is_kept(world: &WorldInfo) -> bool {
+fn check_world(world: &WorldInfo) -> bool {
     assert_eq!(WorldInfo::decode(&world.encode()).expect("an encoded world can be decoded"), *world);
     let mut rank = 0;
     for node in 0..world.hosts().len().min(4) {

@@ -35,7 +35,7 @@ const DATA: usize = 4096;
 /// Opens a file and reads all of its tensors.
 ///
 /// # Panics
-/// If a tensor's number of elements does not match its shape.
+/// Panics if a tensor's number of elements does not match its shape.
 pub fn run(data: &[u8]) -> bool {
     let (first, rest) = split(data);
     match first % 3 {

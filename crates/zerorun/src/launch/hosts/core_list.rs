@@ -8,7 +8,7 @@
 //! Each rank gets the same number of consecutive cores of the list. Remaining cores at the end of the list stay unused.
 //! Without a list, the cores of each NUMA node are consecutive, so that a rank's cores span as few nodes as possible.
 
-use super::error::{HostsError, shown};
+use super::error::{HostsError, one_line};
 
 /// The cores that ranks may be bound to, in the order of assignment: ascending, or ascending within each NUMA node.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -33,12 +33,12 @@ impl CoreList {
         let mut cores: Vec<usize> = Vec::new();
         for part in text.split(',') {
             let (first, last) =
-                bounds(part).ok_or_else(|| HostsError::BadCores { list: shown(text), part: shown(part) })?;
+                bounds(part).ok_or_else(|| HostsError::BadCores { list: one_line(text), part: one_line(part) })?;
             if first > last {
-                return Err(HostsError::BackwardCores { part: shown(part), first, last });
+                return Err(HostsError::BackwardCores { part: one_line(part), first, last });
             }
             if let Some(earlier) = cores.last().copied().filter(|earlier| first <= *earlier) {
-                return Err(HostsError::UnorderedCores { list: shown(text), part: shown(part), earlier });
+                return Err(HostsError::UnorderedCores { list: one_line(text), part: one_line(part), earlier });
             }
             cores.extend(first..=last);
         }

@@ -527,7 +527,7 @@ pub enum HostsError {
 }
 
 /// Shortens external text to one line, for a message.
-pub(super) fn shown(text: &str) -> String {
+pub(super) fn one_line(text: &str) -> String {
     const MAX_SHOWN_CHARS: usize = 40;
     let mut characters = text.chars();
     let mut line = String::new();

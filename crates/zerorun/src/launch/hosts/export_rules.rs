@@ -4,7 +4,7 @@
 //! A file has one line `NAME=VALUE` per variable. Empty lines and lines that begin with `#` are ignored. The file in
 //! the home directory is read first, then the one in the working directory; later values override earlier ones.
 
-use super::error::{HostsError, shown};
+use super::error::{HostsError, one_line};
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
@@ -58,9 +58,9 @@ impl ExportedVariables {
             }
             let (path, line) = (path.into(), at + 1);
             match content.split_once('=') {
-                None => return Err(HostsError::BadVariable { path, line, text: shown(content) }),
+                None => return Err(HostsError::BadVariable { path, line, text: one_line(content) }),
                 Some((name, _)) if !is_name(name.trim()) => {
-                    return Err(HostsError::BadVariableName { path, line, name: shown(name.trim()) });
+                    return Err(HostsError::BadVariableName { path, line, name: one_line(name.trim()) });
                 }
                 Some((name, value)) => self.add(name, value),
             }

@@ -10,8 +10,8 @@
 
 use super::HostSlots;
 use super::core_list::ranges;
-use super::error::{HostsError, shown};
-use candle_zero::util::{list, nearest};
+use super::error::{HostsError, one_line};
+use candle_zero::util::{list, suggest_names};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The user's selection of hosts and slots. By default, all are used.
@@ -112,17 +112,17 @@ impl HostFilter {
 fn check(name: &str, slots: &BTreeSet<usize>, hosts: &[HostSlots], option: &'static str) -> Result<(), HostsError> {
     let Some(host) = hosts.iter().find(|host| host.name == name) else {
         let names: Vec<&str> = hosts.iter().map(|host| host.name.as_str()).collect();
-        let known = match nearest(name, names.iter().copied()) {
+        let known = match suggest_names(name, names.iter().copied()) {
             Some(suggestion) if names.len() > 1 => format!("{}; {suggestion}", list(&names)),
             _ => list(&names),
         };
-        return Err(HostsError::UnknownHost { option, host: shown(name), known });
+        return Err(HostsError::UnknownHost { option, host: one_line(name), known });
     };
     match slots.iter().find(|slot| !host.slots.contains(slot)) {
         None => Ok(()),
         Some(slot) => Err(HostsError::UnknownSlot {
             option,
-            host: shown(name),
+            host: one_line(name),
             slot: *slot,
             known: if host.slots.is_empty() { "none".into() } else { ranges(&host.slots) },
         }),
@@ -134,13 +134,13 @@ fn nodes(filter: &str, option: &'static str) -> Result<SlotsByHost, HostsError> 
     for node in filter.split('@') {
         let (host, slots) = match node.split_once(':') {
             Some((_, slots)) if slots.contains(':') => {
-                return Err(HostsError::TwoColons { option, node: shown(node) });
+                return Err(HostsError::TwoColons { option, node: one_line(node) });
             }
             Some((host, slots)) => (host, slots.split(',').map(|text| slot(text, node, option)).collect()),
             None => (node, Ok(vec![])),
         };
         if host.is_empty() {
-            return Err(HostsError::NamelessHost { option, filter: shown(filter) });
+            return Err(HostsError::NamelessHost { option, filter: one_line(filter) });
         }
         nodes.entry(host.to_string()).or_default().extend(slots?);
     }
@@ -149,7 +149,7 @@ fn nodes(filter: &str, option: &'static str) -> Result<SlotsByHost, HostsError> 
 
 fn slot(text: &str, node: &str, option: &'static str) -> Result<usize, HostsError> {
     // DeepSpeed allows blanks around its numbers.
-    text.trim().parse().map_err(|_| HostsError::BadSlot { option, node: shown(node), slot: shown(text) })
+    text.trim().parse().map_err(|_| HostsError::BadSlot { option, node: one_line(node), slot: one_line(text) })
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@
 //! may contain more (`max_slots=8`). The order of lines is the order of hosts, and therefore of ranks.
 
 use super::HostSlots;
-use super::error::{HostsError, shown};
+use super::error::{HostsError, one_line};
 use std::path::Path;
 
 /// Parses the text of a hostfile. `path` is for messages.
@@ -19,16 +19,16 @@ pub(crate) fn parse(text: &str, path: &Path) -> Result<Vec<HostSlots>, HostsErro
             continue;
         }
         let (name, count) =
-            entry(content).ok_or_else(|| HostsError::BadEntry { path: path.into(), line, text: shown(content) })?;
+            entry(content).ok_or_else(|| HostsError::BadEntry { path: path.into(), line, text: one_line(content) })?;
         if name.starts_with('-') {
-            return Err(HostsError::OptionAsHost { path: path.into(), line, host: shown(name) });
+            return Err(HostsError::OptionAsHost { path: path.into(), line, host: one_line(name) });
         }
         if let Some(earlier) = hosts.iter().position(|host| host.name == name) {
             let first = lines[earlier];
-            return Err(HostsError::DuplicateHost { path: path.into(), line, host: shown(name), first });
+            return Err(HostsError::DuplicateHost { path: path.into(), line, host: one_line(name), first });
         }
         let slots = count.parse().ok().filter(|slots| *slots <= super::error::MAX_SLOTS).ok_or_else(|| {
-            HostsError::TooManySlots { path: path.into(), line, host: shown(name), slots: shown(count) }
+            HostsError::TooManySlots { path: path.into(), line, host: one_line(name), slots: one_line(count) }
         })?;
         hosts.push(HostSlots::with_slots(name, slots));
         lines.push(line);

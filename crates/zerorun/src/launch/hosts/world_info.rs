@@ -11,7 +11,7 @@
 
 use super::HostSlots;
 use super::core_list::ranges;
-use super::error::{HostsError, shown};
+use super::error::{HostsError, one_line};
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 use std::fmt;
 
@@ -100,9 +100,9 @@ impl WorldInfo {
             None => Ok(slots),
             Some(other) => Err(HostsError::UnevenHosts {
                 launcher,
-                host: shown(&first.name),
+                host: one_line(&first.name),
                 slots,
-                other: shown(&other.name),
+                other: one_line(&other.name),
                 other_slots: other.slots.len(),
             }),
         }
@@ -115,7 +115,7 @@ impl WorldInfo {
         match self.hosts.iter().find(|host| host.slots.last() != Some(&(slots - 1))) {
             None => Ok(slots),
             Some(host) => {
-                Err(HostsError::SlurmSlots { host: shown(&host.name), slots: ranges(&host.slots), count: slots })
+                Err(HostsError::SlurmSlots { host: one_line(&host.name), slots: ranges(&host.slots), count: slots })
             }
         }
     }
@@ -131,7 +131,7 @@ impl WorldInfo {
     /// Decodes world info.
     pub(crate) fn decode(text: &str) -> Result<Self, HostsError> {
         let problem = |problem: String| HostsError::WorldInfo { problem };
-        let json = from_base64(text).ok_or_else(|| problem(format!("`{}` is not URL-safe base64", shown(text))))?;
+        let json = from_base64(text).ok_or_else(|| problem(format!("`{}` is not URL-safe base64", one_line(text))))?;
         let mut json = serde_json::Deserializer::from_slice(&json);
         let hosts = json.deserialize_map(WorldInfoVisitor).and_then(|hosts| json.end().map(|()| hosts));
         Self::new(hosts.map_err(|error| problem(error.to_string()))?)
@@ -152,10 +152,10 @@ impl<'de> Visitor<'de> for WorldInfoVisitor {
         let mut hosts: Vec<HostSlots> = Vec::new();
         while let Some((name, slots)) = map.next_entry::<String, Vec<usize>>()? {
             if hosts.iter().any(|host| host.name == name) {
-                return Err(A::Error::custom(format!("host `{}` is given twice", shown(&name))));
+                return Err(A::Error::custom(format!("host `{}` is given twice", one_line(&name))));
             }
             if !slots.is_sorted_by(|a, b| a < b) {
-                return Err(A::Error::custom(format!("the slots of host `{}` are not ascending", shown(&name))));
+                return Err(A::Error::custom(format!("the slots of host `{}` are not ascending", one_line(&name))));
             }
             hosts.push(HostSlots { name, slots });
         }

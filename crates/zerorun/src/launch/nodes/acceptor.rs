@@ -25,7 +25,7 @@ const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// The pause in accepting connections after a system error.
 const ACCEPT_RETRY_INTERVAL: Duration = Duration::from_millis(200);
 /// The maximum size in bytes of a message from a peer that has not proved that it belongs to the job.
-pub(super) const MAX_UNPROVED_BYTES: usize = 1 << 20;
+pub(super) const MAX_UNAUTHENTICATED_BYTES: usize = 1 << 20;
 /// The maximum number of strangers, and the divisor of this process's open file limit that gives a second maximum.
 const MAX_STRANGERS: usize = 64;
 const OPEN_FILES_DIVISOR: u64 = 4;
@@ -103,21 +103,21 @@ impl HostAcceptor {
         let identify = move || match acceptor.identify(stream) {
             Ok((session, hello)) => on_join(JoiningHost { number, from, session, hello }),
             Err(error) => {
-                acceptor.leave(number);
+                acceptor.forget(number);
                 if let HandshakeError::Refused { host, why } = error {
                     acceptor.report_refused(&host, from, &why);
                 }
             }
         };
         let spawned = std::thread::Builder::new().name("hears a stranger".into()).spawn(identify);
-        spawned.map(drop).inspect_err(|_| self.leave(number))
+        spawned.map(drop).inspect_err(|_| self.forget(number))
     }
 
     fn identify(&self, stream: Arc<TcpStream>) -> Result<(LauncherConnection, HostHello), HandshakeError> {
         let wait = ReadDeadline::Until(Instant::now() + HANDSHAKE_TIMEOUT);
         let mut session = LauncherConnection::over(stream).map_err(|error| HandshakeError::Lost(error.to_string()))?;
         handshake::receive(&mut session, self.secret.as_ref(), wait)?;
-        let max_bytes = if self.secret.is_some() { MAX_MESSAGE_BYTES } else { MAX_UNPROVED_BYTES };
+        let max_bytes = if self.secret.is_some() { MAX_MESSAGE_BYTES } else { MAX_UNAUTHENTICATED_BYTES };
         match session.next(max_bytes, wait).map_err(HandshakeError::Lost)? {
             LauncherMessage::Hello(hello) => Ok((session, hello)),
             _ => Err(HandshakeError::NoLauncher),
@@ -125,7 +125,7 @@ impl HostAcceptor {
     }
 
     /// Removes connection `number` from the strangers.
-    pub(super) fn leave(&self, number: u64) {
+    pub(super) fn forget(&self, number: u64) {
         lock(&self.strangers).remove(&number);
     }
 

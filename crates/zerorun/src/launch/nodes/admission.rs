@@ -18,15 +18,15 @@ const MAX_SHOWN_CHARS: usize = 1000;
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct AdmissionRefusal {
     /// The message sent to the host.
-    pub(super) told: String,
+    pub(super) for_host: String,
     /// The message printed by the first host.
-    pub(super) said: String,
+    pub(super) for_first_host: String,
 }
 
 impl AdmissionRefusal {
     /// Creates a refusal with the same message for both hosts.
     fn plain(text: String) -> Option<Self> {
-        Some(Self { told: text.clone(), said: text })
+        Some(Self { for_host: text.clone(), for_first_host: text })
     }
 }
 
@@ -75,14 +75,14 @@ fn difference(first_host: &HostHello, hello: &HostHello) -> Option<AdmissionRefu
     if first_host.words != hello.words {
         let shown = |hello: &HostHello| printable(&hello.words.join(" "), MAX_SHOWN_CHARS);
         return Some(AdmissionRefusal {
-            told: format!(
+            for_host: format!(
                 "the script's arguments are `{}` on this host, with digest {}, but those on host {here} have digest \
                  {}; give the arguments that the output of host {here} shows",
                 shown(hello),
                 digest(&hello.words),
                 digest(&first_host.words)
             ),
-            said: format!(
+            for_first_host: format!(
                 "the script's arguments are `{}` on host {here} and `{}` on host {there}; give both the same",
                 shown(first_host),
                 shown(hello)
@@ -97,8 +97,15 @@ fn difference(first_host: &HostHello, hello: &HostHello) -> Option<AdmissionRefu
             "copy the same file to both hosts; if it is the program, build it once and pass the executable",
         );
         AdmissionRefusal {
-            told: format!("{file} differs from the one on host {here}: on this host, it is {}; {remedy}", of(hello)),
-            said: format!("{file} is {} on host {here} and {} on host {there}; {remedy}", of(first_host), of(hello)),
+            for_host: format!(
+                "{file} differs from the one on host {here}: on this host, it is {}; {remedy}",
+                of(hello)
+            ),
+            for_first_host: format!(
+                "{file} is {} on host {here} and {} on host {there}; {remedy}",
+                of(first_host),
+                of(hello)
+            ),
         }
     })
 }
@@ -160,38 +167,38 @@ pub(super) mod tests {
     fn hosts_that_differ_are_told_what_they_have_and_the_first_says_what_both_have() {
         assert_eq!(refusal(&hello("a"), None, &HostHello { node: 1, launcher: 2, ..hello("b") }), None);
         let words = refusal_after(|b| b.words[1] = "zero2.json".into());
-        insta::assert_snapshot!(words.told, @"the script's arguments are `--ds_config zero2.json` on this host, with digest 351ba923, but those on host a have digest ed663171; give the arguments that the output of host a shows");
-        insta::assert_snapshot!(words.said, @"the script's arguments are `--ds_config zero3.json` on host a and `--ds_config zero2.json` on host b; give both the same");
+        insta::assert_snapshot!(words.for_host, @"the script's arguments are `--ds_config zero2.json` on this host, with digest 351ba923, but those on host a have digest ed663171; give the arguments that the output of host a shows");
+        insta::assert_snapshot!(words.for_first_host, @"the script's arguments are `--ds_config zero3.json` on host a and `--ds_config zero2.json` on host b; give both the same");
         let file = refusal_after(|b| b.files.values_mut().for_each(|sum| *sum = "413 bytes with checksum 12".into()));
-        insta::assert_snapshot!(file.told, @"zero3.json differs from the one on host a: on this host, it is 413 bytes with checksum 12; copy the same file to both hosts; if it is the program, build it once and pass the executable");
-        insta::assert_snapshot!(file.said, @"zero3.json is 412 bytes with checksum 11 on host a and 413 bytes with checksum 12 on host b; copy the same file to both hosts; if it is the program, build it once and pass the executable");
+        insta::assert_snapshot!(file.for_host, @"zero3.json differs from the one on host a: on this host, it is 413 bytes with checksum 12; copy the same file to both hosts; if it is the program, build it once and pass the executable");
+        insta::assert_snapshot!(file.for_first_host, @"zero3.json is 412 bytes with checksum 11 on host a and 413 bytes with checksum 12 on host b; copy the same file to both hosts; if it is the program, build it once and pass the executable");
         let gone = refusal_after(|b| b.files.clear());
-        insta::assert_snapshot!(gone.told, @"zero3.json differs from the one on host a: on this host, it is missing; copy the same file to both hosts; if it is the program, build it once and pass the executable");
-        insta::assert_snapshot!(gone.said, @"zero3.json is 412 bytes with checksum 11 on host a and missing on host b; copy the same file to both hosts; if it is the program, build it once and pass the executable");
+        insta::assert_snapshot!(gone.for_host, @"zero3.json differs from the one on host a: on this host, it is missing; copy the same file to both hosts; if it is the program, build it once and pass the executable");
+        insta::assert_snapshot!(gone.for_first_host, @"zero3.json is 412 bytes with checksum 11 on host a and missing on host b; copy the same file to both hosts; if it is the program, build it once and pass the executable");
     }
 
     #[test]
     fn numbers_that_no_host_of_the_job_has_are_refused() {
-        let told = |change: fn(&mut HostHello)| {
-            let AdmissionRefusal { told, said } = refusal_after(change);
-            assert_eq!(told, said);
-            told
+        let for_host = |change: fn(&mut HostHello)| {
+            let AdmissionRefusal { for_host, for_first_host } = refusal_after(change);
+            assert_eq!(for_host, for_first_host);
+            for_host
         };
-        insta::assert_snapshot!(told(|b| b.nodes = 3), @"--nnodes is 3 on host b and 2 on the first host; give both the same, or, if these are two jobs, give one of them a different --master_port");
-        insta::assert_snapshot!(told(|b| b.node = 2), @"--node_rank 2 is not below --nnodes 2; number the hosts from 0 to 1");
-        insta::assert_snapshot!(told(|b| b.ranks = 0), @"--num_ranks is 0 on host b; give each host 1 to 1024 ranks");
-        insta::assert_snapshot!(told(|b| b.ranks = usize::MAX), @"--num_ranks is 18446744073709551615 on host b; give each host 1 to 1024 ranks");
+        insta::assert_snapshot!(for_host(|b| b.nodes = 3), @"--nnodes is 3 on host b and 2 on the first host; give both the same, or, if these are two jobs, give one of them a different --master_port");
+        insta::assert_snapshot!(for_host(|b| b.node = 2), @"--node_rank 2 is not below --nnodes 2; number the hosts from 0 to 1");
+        insta::assert_snapshot!(for_host(|b| b.ranks = 0), @"--num_ranks is 0 on host b; give each host 1 to 1024 ranks");
+        insta::assert_snapshot!(for_host(|b| b.ranks = usize::MAX), @"--num_ranks is 18446744073709551615 on host b; give each host 1 to 1024 ranks");
         let holder = HostHello { node: 1, launcher: 3, ..hello("c") };
         let two = refusal(&hello("a"), Some(&holder), &HostHello { node: 1, launcher: 2, ..hello("b") }).unwrap();
-        insta::assert_snapshot!(two.told, @"--node_rank 1 is already used by host c; give each host its own number from 0 to 1, and each job its own --master_port");
+        insta::assert_snapshot!(two.for_host, @"--node_rank 1 is already used by host c; give each host its own number from 0 to 1, and each job its own --master_port");
         // This is the same launcher, after its connection broke.
         assert_eq!(refusal(&hello("a"), Some(&holder), &HostHello { node: 1, launcher: 3, ..hello("c") }), None);
     }
 
     #[test]
     fn what_a_host_calls_itself_obeys_no_terminal() {
-        let refusal = refusal_after(|b| (b.nodes, b.host) = (3, "\u{1b}[2J".repeat(1000)));
-        assert!(refusal.said.len() < 1000 && !refusal.said.contains('\u{1b}'), "{}", refusal.said);
+        let message = refusal_after(|b| (b.nodes, b.host) = (3, "\u{1b}[2J".repeat(1000))).for_first_host;
+        assert!(message.len() < 1000 && !message.contains('\u{1b}'), "{message}");
     }
 
     #[test]

@@ -36,13 +36,13 @@ pub(super) struct JoinOptions {
     pub(super) master_addr: String,
     pub(super) master_port: u16,
     /// On the first host, the addresses at which it reaches its own port.
-    pub(super) own: Option<Vec<SocketAddr>>,
+    pub(super) local_addresses: Option<Vec<SocketAddr>>,
     pub(super) secret: Option<JobSecret>,
     /// How long to try to reach the first host.
     pub(super) patience: Duration,
     pub(super) hello: HostHello,
     /// Whether to join again after losing the first host.
-    pub(super) returns: bool,
+    pub(super) rejoins: bool,
     /// Whether the end of standard input is treated as SIGTERM.
     pub(super) until_stdin_ends: bool,
 }
@@ -144,7 +144,7 @@ pub(super) fn run(mut job: LocalJobSpec, options: &JoinOptions) -> Result<u8> {
                 eprint(&format!("zerorun: the first host, {}, is gone: {why}", options.master_addr))
             }
         }
-        if !options.returns {
+        if !options.rejoins {
             return Ok(EXIT_LOST);
         }
         eprint("zerorun: this host rejoins as soon as the first host can be reached");
@@ -236,8 +236,8 @@ fn connect(
 /// Connects to the first host, at the first of its addresses that accepts the connection.
 fn reach(options: &JoinOptions) -> std::io::Result<TcpStream> {
     let mut last_error = std::io::Error::from(std::io::ErrorKind::NotFound);
-    let addresses = match &options.own {
-        Some(own) => own.clone(),
+    let addresses = match &options.local_addresses {
+        Some(local_addresses) => local_addresses.clone(),
         None => (options.master_addr.as_str(), options.master_port).to_socket_addrs()?.collect(),
     };
     for address in addresses {
@@ -282,11 +282,11 @@ fn run_attempt(
     events: &Receiver<LauncherEvent>,
     failure_report: &mut Option<String>,
 ) -> Result<HostOutcome> {
-    let StartCommand { attempt, restart, place, ranks, port, space, note } = start;
+    let StartCommand { attempt, restart, host_index, ranks, port, kvs_name, note } = start;
     note.iter().for_each(|note| eprint(note));
     let values = Arc::clone(peer);
     let send = move |fresh| values.send(&LauncherMessage::Values { attempt, values: fresh });
-    let server = Arc::new(pmi::PmiServer::new(space, &ranks, place, send));
+    let server = Arc::new(pmi::PmiServer::new(kvs_name, &ranks, host_index, send));
     let remote_failure = Arc::new(Mutex::new(None));
     let is_forwarded = Arc::new(AtomicBool::new(false));
     let (pmi, signal_is_forwarded) = (server.clone(), is_forwarded.clone());
@@ -295,14 +295,14 @@ fn run_attempt(
     let is_only_host = ranks.len() == 1;
     let first_host = Arc::clone(peer);
     job.multi_host = (!is_only_host).then(|| MultiHostContext {
-        first: ranks[..place].iter().sum(),
-        place,
+        first: ranks[..host_index].iter().sum(),
+        host_index,
         hosts: ranks.len(),
         host: Some(options.hello.host.clone()),
         master_addr: options.master_addr.clone(),
         pmi: server,
         remote_failure,
-        tell: Arc::new(move |signal: Signal| {
+        forward_signal: Arc::new(move |signal: Signal| {
             if !signal_is_forwarded.swap(false, Ordering::SeqCst) {
                 first_host.send(&LauncherMessage::Signal(signal.as_raw()));
             }
@@ -311,9 +311,9 @@ fn run_attempt(
     (job.restart, job.master_port) = (restart, Some(port));
     Ok(match ranks::run(job, events)? {
         RunEnd::Well => HostOutcome::Well,
-        RunEnd::Unwritten => HostOutcome::Unwritten,
+        RunEnd::OutputLost => HostOutcome::OutputLost,
         RunEnd::Interrupted(signal) => HostOutcome::Interrupted(signal.as_raw()),
-        RunEnd::Elsewhere => HostOutcome::Elsewhere,
+        RunEnd::EndedByOtherHost => HostOutcome::EndedByOtherHost,
         RunEnd::Failed(failure) => {
             *failure_report = Some(failure.report);
             let ranks::RunFailure { rank, after, headline, code, blames, .. } = failure;

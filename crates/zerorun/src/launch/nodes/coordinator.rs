@@ -9,7 +9,7 @@
 //!
 //! Everything happens on one thread, which handles the messages from all hosts one by one.
 
-use super::acceptor::{HostAcceptor, JoiningHost, MAX_UNPROVED_BYTES};
+use super::acceptor::{HostAcceptor, JoiningHost, MAX_UNAUTHENTICATED_BYTES};
 use super::admission::{self, refusal};
 use super::secret::JobSecret;
 use super::wire::{HostHello, HostOutcome, LauncherMessage, LauncherPeer, PeerEvent, StartCommand};
@@ -116,7 +116,7 @@ enum HostEnd {
 #[derive(Debug, Clone, PartialEq)]
 enum AttemptOutcome {
     Well,
-    Unwritten,
+    OutputLost,
     Interrupted(i32),
     /// Ranks were asked to end because a host is back.
     Regrouped,
@@ -144,7 +144,7 @@ impl Coordinator {
             let began = Instant::now();
             let (code, text, culprit) = match self.attempt(attempt, restart, note.take()) {
                 AttemptOutcome::Well => (0, None, None),
-                AttemptOutcome::Unwritten => (1, None, None),
+                AttemptOutcome::OutputLost => (1, None, None),
                 AttemptOutcome::Interrupted(signal) => (128 + (signal & 0x7f) as u8, None, None),
                 AttemptOutcome::Regrouped => {
                     note = Some("zerorun: a host is back; the job continues with it".to_string());
@@ -219,7 +219,7 @@ impl Coordinator {
     /// Admits a host, or refuses it.
     fn admit(&mut self, joining: JoiningHost) {
         let JoiningHost { number, from, mut session, hello } = joining;
-        self.acceptor.leave(number);
+        self.acceptor.forget(number);
         // This host's own launcher may join after those of other hosts.
         let node = hello.node;
         let holder = if node == self.first_host.node {
@@ -228,8 +228,8 @@ impl Coordinator {
             self.hosts.get(&node).map(|host| &host.hello)
         };
         if let Some(refusal) = refusal(&self.first_host, holder, &hello) {
-            self.acceptor.report_refused(&admission::name(&hello), from, &refusal.said);
-            session.send(&LauncherMessage::Refused(refusal.told));
+            self.acceptor.report_refused(&admission::name(&hello), from, &refusal.for_first_host);
+            session.send(&LauncherMessage::Refused(refusal.for_host));
             return;
         }
         // A host that lost its connection may be back before the loss is noticed. Until then, it is ignored here and
@@ -241,10 +241,8 @@ impl Coordinator {
         let sender = self.sender.clone();
         let hear = move |heard| _ = sender.send(CoordinatorEvent::FromHost(number, heard));
         // A connection that is already closed does not count as a host.
-        let Ok(peer) = LauncherPeer::over(session, MAX_UNPROVED_BYTES + hello.ranks * MAX_MESSAGE_BYTES_PER_RANK, hear)
-        else {
-            return;
-        };
+        let max_bytes = MAX_UNAUTHENTICATED_BYTES + hello.ranks * MAX_MESSAGE_BYTES_PER_RANK;
+        let Ok(peer) = LauncherPeer::over(session, max_bytes, hear) else { return };
         let ahead = admission::clock_ahead(&hello);
         self.hosts.insert(node, JoinedHost { connection: number, peer, hello, ahead });
     }
@@ -259,13 +257,14 @@ impl Coordinator {
         let note = Some(note).filter(|note| !note.is_empty());
         let port = free_port();
         let mut attempt_hosts = BTreeMap::new();
-        for (place, (node, host)) in self.hosts.iter().enumerate() {
+        for (host_index, (node, host)) in self.hosts.iter().enumerate() {
             let (note, ranks) = (note.clone(), ranks.clone());
-            let first_rank = ranks[..place].iter().sum();
+            let first_rank = ranks[..host_index].iter().sum();
             attempt_hosts
                 .insert(*node, AttemptHost { first_rank, host: admission::name(&host.hello), values: None, end: None });
-            let space = format!("candle_zero_{:x}_{attempt}", self.first_host.launcher);
-            host.peer.send(&LauncherMessage::Start(StartCommand { attempt, restart, place, ranks, port, space, note }));
+            let kvs_name = format!("candle_zero_{:x}_{attempt}", self.first_host.launcher);
+            let start = StartCommand { attempt, restart, host_index, ranks, port, kvs_name, note };
+            host.peer.send(&LauncherMessage::Start(start));
         }
         let mut order = Vec::new();
         let (mut signal, mut regroup) = (None, false);
@@ -381,7 +380,7 @@ fn outcome(ended: &[(usize, &AttemptHost)], signal: Option<i32>, regroup: bool) 
     }
     match () {
         () if interrupted.is_some() => AttemptOutcome::Regrouped,
-        () if outcomes().any(|how| *how == HostOutcome::Unwritten) => AttemptOutcome::Unwritten,
+        () if outcomes().any(|how| *how == HostOutcome::OutputLost) => AttemptOutcome::OutputLost,
         () => AttemptOutcome::Well,
     }
 }
@@ -524,8 +523,8 @@ mod tests {
             AttemptOutcome::Well
         );
         assert_eq!(
-            outcome_of(vec![(0, HostEnd::Ended(HostOutcome::Well)), (1, HostEnd::Ended(HostOutcome::Unwritten))]),
-            AttemptOutcome::Unwritten
+            outcome_of(vec![(0, HostEnd::Ended(HostOutcome::Well)), (1, HostEnd::Ended(HostOutcome::OutputLost))]),
+            AttemptOutcome::OutputLost
         );
         assert_eq!(
             outcome_of(vec![(0, HostEnd::Ended(HostOutcome::Interrupted(15))), (1, HostEnd::Ended(HostOutcome::Well))]),

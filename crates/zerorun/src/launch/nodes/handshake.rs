@@ -181,7 +181,7 @@ pub(super) fn printable(text: &str, max_chars: usize) -> String {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::super::wire::ends::{pair, session, soon};
+    use super::super::wire::ends::{deadline, pair, session};
     use super::super::wire::{LauncherMessage, MAX_MESSAGE_BYTES};
     use super::*;
     use std::io::{BufRead, BufReader, Write};
@@ -198,10 +198,10 @@ mod tests {
         let (first, host) = (secret(first), secret(host));
         let first = std::thread::spawn(move || {
             let mut here = here;
-            (receive(&mut here, first.as_ref(), soon()), here)
+            (receive(&mut here, first.as_ref(), deadline()), here)
         });
         let mut there = there;
-        let result = introduce(&mut there, host.as_ref(), "b", soon());
+        let result = introduce(&mut there, host.as_ref(), "b", deadline());
         let (received, here) = first.join().unwrap();
         ((received, result), [here, there])
     }
@@ -215,8 +215,8 @@ mod tests {
             assert_eq!((received, result), (Ok("b".into()), Ok(())), "{both}");
             there.send(&LauncherMessage::Signal(2));
             here.send(&LauncherMessage::Signal(15));
-            assert_eq!(here.next::<LauncherMessage>(MAX_MESSAGE_BYTES, soon()), Ok(LauncherMessage::Signal(2)));
-            assert_eq!(there.next::<LauncherMessage>(MAX_MESSAGE_BYTES, soon()), Ok(LauncherMessage::Signal(15)));
+            assert_eq!(here.next::<LauncherMessage>(MAX_MESSAGE_BYTES, deadline()), Ok(LauncherMessage::Signal(2)));
+            assert_eq!(there.next::<LauncherMessage>(MAX_MESSAGE_BYTES, deadline()), Ok(LauncherMessage::Signal(15)));
         }
     }
 
@@ -243,7 +243,7 @@ mod tests {
         }
         here.shutdown(std::net::Shutdown::Write).unwrap();
         let mut there = session(there);
-        let result = introduce(&mut there, secret(OUR_SECRET).as_ref(), "b", soon());
+        let result = introduce(&mut there, secret(OUR_SECRET).as_ref(), "b", deadline());
         drop(there);
         let mut heard = String::new();
         for line in BufReader::new(here).lines() {
@@ -282,11 +282,12 @@ mod tests {
     fn an_answer_that_was_heard_on_another_connection_is_of_no_use() {
         let answer_to = |answer: Option<String>| {
             let [here, there] = pair();
-            let first = std::thread::spawn(move || receive(&mut session(here), secret(OUR_SECRET).as_ref(), soon()));
+            let first =
+                std::thread::spawn(move || receive(&mut session(here), secret(OUR_SECRET).as_ref(), deadline()));
             let mut own = session(there.try_clone().unwrap());
             let Some(answer) = answer else {
                 // The host itself answers.
-                let _ = introduce(&mut own, secret(OUR_SECRET).as_ref(), "b", soon());
+                let _ = introduce(&mut own, secret(OUR_SECRET).as_ref(), "b", deadline());
                 return first.join().unwrap();
             };
             (&there).write_all(answer.as_bytes()).unwrap();

@@ -20,7 +20,7 @@ pub(crate) const BIND_ADDR: &str = "bind_addr";
 pub(super) struct ListenAddresses {
     pub(super) listeners: Vec<TcpListener>,
     /// The addresses at which this host itself connects to the listeners.
-    pub(super) own: Vec<SocketAddr>,
+    pub(super) local_addresses: Vec<SocketAddr>,
 }
 
 impl ListenAddresses {
@@ -71,8 +71,9 @@ pub(super) fn listen(
         drop(listeners);
         listeners = vec![listen_on_all_addresses(port).map_err(port_error)?];
     }
-    let own = listeners.iter().filter_map(|listener| listener.local_addr().ok()).flat_map(connect_addresses).collect();
-    Ok(ListenAddresses { listeners, own })
+    let local_addresses =
+        listeners.iter().filter_map(|listener| listener.local_addr().ok()).flat_map(connect_addresses).collect();
+    Ok(ListenAddresses { listeners, local_addresses })
 }
 
 /// Returns the addresses of the name that an option gives, without duplicates.
@@ -155,9 +156,9 @@ mod tests {
     fn the_port_is_open_at_the_address_alone() {
         let listening = listen_at("127.0.0.1", None).unwrap();
         assert_eq!(listening.open_to_others(), None);
-        assert_eq!(listening.own[0], listening.listeners[0].local_addr().unwrap());
+        assert_eq!(listening.local_addresses[0], listening.listeners[0].local_addr().unwrap());
         // All of 127/8 is local on Linux, but nothing listens on the second address.
-        let port = listening.own[0].port();
+        let port = listening.local_addresses[0].port();
         assert!(std::net::TcpStream::connect(("127.0.0.1", port)).is_ok());
         assert!(std::net::TcpStream::connect(("127.0.0.2", port)).is_err());
         assert_eq!(listen_at("localhost", None).unwrap().open_to_others(), None);
@@ -181,8 +182,8 @@ mod tests {
     fn behind_nat_another_address_of_this_host_can_be_given() {
         let listening = listen_at("192.0.2.1", Some("0.0.0.0")).unwrap();
         assert_eq!(listening.open_to_others(), Some(IpAddr::from([0, 0, 0, 0])));
-        assert_eq!(listening.own[0].ip(), IpAddr::from([127, 0, 0, 1]));
-        assert!(std::net::TcpStream::connect(listening.own[0]).is_ok());
+        assert_eq!(listening.local_addresses[0].ip(), IpAddr::from([127, 0, 0, 1]));
+        assert!(std::net::TcpStream::connect(listening.local_addresses[0]).is_ok());
     }
 
     #[test]

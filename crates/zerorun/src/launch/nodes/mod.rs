@@ -91,7 +91,7 @@ pub(super) fn run(job: LocalJobSpec, node: &NodeOptions, max_restarts: u32) -> R
         launcher: random_launcher_number()?,
     };
     let policy = ElasticPolicy { nodes: node.nodes, min_nodes: node.min_nodes, max_restarts, patience };
-    let own = listening.as_ref().map(|listening| listening.own.clone());
+    let local_addresses = listening.as_ref().map(|listening| listening.local_addresses.clone());
     let coordinator_thread = listening
         .map(|at| coordinator::serve(at.listeners, secret.clone(), policy, hello.clone()))
         .transpose()
@@ -99,11 +99,11 @@ pub(super) fn run(job: LocalJobSpec, node: &NodeOptions, max_restarts: u32) -> R
     let join_options = JoinOptions {
         master_addr: node.master_addr.clone(),
         master_port: port,
-        own,
+        local_addresses,
         secret,
         patience,
         hello,
-        returns: max_restarts > 0 && node.node > 0,
+        rejoins: max_restarts > 0 && node.node > 0,
         until_stdin_ends: node.until_stdin_ends,
     };
     let code = agent::run(job, &join_options);

@@ -97,13 +97,15 @@ pub(super) struct StartCommand {
     /// The number of restarts after failures so far.
     pub(super) restart: u32,
     /// The index of the host among those in the attempt.
-    pub(super) place: usize,
+    #[serde(rename = "place")]
+    pub(super) host_index: usize,
     /// The number of ranks on each of these hosts.
     pub(super) ranks: Vec<usize>,
     /// A port that was free on the first host, for use by the program.
     pub(super) port: u16,
-    /// A name that is unique among all starts of all jobs.
-    pub(super) space: String,
+    /// The name of the PMI key-value space, which is unique among all starts of all jobs.
+    #[serde(rename = "space")]
+    pub(super) kvs_name: String,
     /// A message to print before the start.
     pub(super) note: Option<String>,
 }
@@ -114,11 +116,13 @@ pub(super) enum HostOutcome {
     /// All ranks ended with exit code 0.
     Well,
     /// All ranks ended with exit code 0, but some of their output could not be passed on.
-    Unwritten,
+    #[serde(rename = "Unwritten")]
+    OutputLost,
     /// The ranks ended after a signal to the launcher, or because the hosts regroup.
     Interrupted(i32),
     /// The ranks ended because of another host.
-    Elsewhere,
+    #[serde(rename = "Elsewhere")]
+    EndedByOtherHost,
     /// The ranks failed on their own.
     Failed {
         /// The rank that failed first, and the time from the start to its failure.
@@ -376,7 +380,7 @@ pub(super) mod ends {
         LauncherConnection::over(Arc::new(stream)).unwrap()
     }
 
-    pub fn soon() -> ReadDeadline {
+    pub fn deadline() -> ReadDeadline {
         ReadDeadline::Until(Instant::now() + Duration::from_secs(60))
     }
 }
@@ -385,7 +389,7 @@ pub(super) mod ends {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::super::secret::{JobSecret, KeyPurpose};
-    use super::ends::{pair, session, soon};
+    use super::ends::{deadline, pair, session};
     use super::*;
     use std::sync::mpsc::channel;
 
@@ -417,7 +421,7 @@ mod tests {
     fn a_line_has_a_limit_and_a_deadline_holds_however_much_comes() {
         let [here, mut there] = pair();
         there.write_all(&[b'a'; 200]).unwrap();
-        let error = session(here).next::<LauncherMessage>(100, soon()).unwrap_err();
+        let error = session(here).next::<LauncherMessage>(100, deadline()).unwrap_err();
         insta::assert_snapshot!(error, @"it sent a line of more than 100 bytes");
         let [here, mut there] = pair();
         let drip = std::thread::spawn(move || while there.write_all(b" ").is_ok() {});
@@ -446,7 +450,7 @@ mod tests {
         let heard = |bytes: &[u8], messages: usize| {
             let (mut here, mut raw) = sealed();
             raw.write_all(bytes).unwrap();
-            (0..messages).map(|_| here.next::<LauncherMessage>(MAX_MESSAGE_BYTES, soon())).collect::<Vec<_>>()
+            (0..messages).map(|_| here.next::<LauncherMessage>(MAX_MESSAGE_BYTES, deadline())).collect::<Vec<_>>()
         };
         let all = heard(&lines.concat(), 3);
         assert!(all.iter().enumerate().all(|(at, said)| *said == Ok(LauncherMessage::Signal(at as i32))), "{all:?}");

@@ -273,7 +273,7 @@ impl FinetuneFlags {
     }
 
     /// Returns the conflict of `--max_restarts` with the other flags, if any.
-    pub(super) fn wrong_restarts(&self, restarts: u32) -> Option<String> {
+    pub(super) fn restarts_conflict(&self, restarts: u32) -> Option<String> {
         (restarts > 0 && self.island.island_server.is_some() && !self.resume).then(|| {
             "with --island_server, --max_restarts needs --save DIR and --resume, because only with them does a restarted \
              island know which files in its result folders are its own; give both, or leave --max_restarts out"

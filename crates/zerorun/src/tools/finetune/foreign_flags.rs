@@ -152,7 +152,7 @@ const FLAG_REPLACEMENTS: &[(&[&str], &str)] = &[
 ];
 
 /// Adds the replacement, or the reason why there is none, to the error about an unknown flag that another trainer has.
-pub(super) fn explained(mut error: Error) -> Error {
+pub(super) fn explain(mut error: Error) -> Error {
     if error.kind() != ErrorKind::UnknownArgument {
         return error;
     }
@@ -182,7 +182,7 @@ mod tests {
 
     fn message(flag: &str) -> String {
         let words = ["finetune", "MODEL", "--data", "a.jsonl", "--out", "o", flag, "1"];
-        let error = explained(FinetuneArguments::try_parse_from(words).unwrap_err());
+        let error = explain(FinetuneArguments::try_parse_from(words).unwrap_err());
         error.to_string().lines().take(3).collect::<Vec<_>>().join("|")
     }
 

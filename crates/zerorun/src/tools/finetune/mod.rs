@@ -102,14 +102,14 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     let matches = FinetuneArguments::command()
         .try_get_matches_from(&words)
         .and_then(|matches| Ok((FinetuneArguments::from_arg_matches(&matches)?, matches)));
-    let (mut arguments, matches) = matches.map_err(|error| CommandLineError(foreign_flags::explained(error)))?;
+    let (mut arguments, matches) = matches.map_err(|error| CommandLineError(foreign_flags::explain(error)))?;
     let zerorun_only =
         [("--max_restarts", arguments.max_restarts > 0), ("--dashboard", arguments.run.dashboard.is_some())];
     let zerorun_only = [zerorun_only, arguments.flags.island.given()].concat();
     let hosts = &arguments.hosts;
-    let conflict = hosts.wrong_launcher(&zerorun_only).or_else(|| hosts.wrong_min_nodes(arguments.max_restarts));
-    let conflict = conflict.or_else(|| arguments.run.wrong());
-    let conflict = conflict.or_else(|| arguments.flags.wrong_restarts(arguments.max_restarts));
+    let conflict = hosts.launcher_conflict(&zerorun_only).or_else(|| hosts.min_nodes_conflict(arguments.max_restarts));
+    let conflict = conflict.or_else(|| arguments.run.conflict());
+    let conflict = conflict.or_else(|| arguments.flags.restarts_conflict(arguments.max_restarts));
     if let Some(text) = arguments.flags.check().err().or(conflict) {
         return refused(text);
     }
@@ -117,7 +117,7 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
     let ranks_per_host = has_ranks_flag.then_some(usize::from(arguments.ranks));
     let job_hosts = match arguments.as_rank {
         // This host's launcher has already read the flags.
-        Some(_) => LaunchMode::Alone,
+        Some(_) => LaunchMode::OneHost,
         None => {
             match arguments.hosts.job_hosts(ranks_per_host, &mut arguments.master_port, &LauncherVariables(&of_process))
             {
@@ -132,7 +132,7 @@ pub(super) fn run(words: Vec<OsString>) -> Result<ExitCode, CommandLineError> {
 impl FinetuneArguments {
     fn run(&self, words: Vec<OsString>, job_hosts: &LaunchMode) -> ExitCode {
         if let Some(path) = &self.as_rank {
-            return match self.flags.options(ResolvedModel::found(&self.flags.model, path)) {
+            return match self.flags.options(ResolvedModel::already_resolved(&self.flags.model, path)) {
                 Ok(options) => {
                     let run = RunSpec::by_default(&self.flags.run_name()).command(typed_words(&words));
                     rank::run(Options { run: Some(run), ..options }, &self.flags)
@@ -148,14 +148,14 @@ impl FinetuneArguments {
 
     /// Checks everything, downloads the model if needed, and starts the ranks. Returns their exit code.
     fn launch(&self, words: Vec<OsString>, job_hosts: &LaunchMode) -> Result<u8> {
-        let is_one_host = matches!(job_hosts, LaunchMode::Alone);
+        let is_one_host = matches!(job_hosts, LaunchMode::OneHost);
         if let Some(processes) = mpi_processes(|name| std::env::var(name).ok()).filter(|_| is_one_host) {
             return Err(LaunchError::ToolInRanks { tool: "finetune", processes }.into());
         }
         let world = job_hosts.world()?;
         let ranks_per_host = usize::from(self.ranks);
         let (ranks, per_host) = match (job_hosts, &world) {
-            (LaunchMode::Nodes(node), _) => (node.nodes * ranks_per_host, ranks_per_host),
+            (LaunchMode::PerHostLaunchers(node), _) => (node.nodes * ranks_per_host, ranks_per_host),
             (_, Some(world)) => {
                 let slots: Vec<usize> = world.hosts().iter().map(|host| host.slots.len()).collect();
                 (slots.iter().sum(), slots.iter().copied().max().unwrap_or(1))
@@ -166,7 +166,7 @@ impl FinetuneArguments {
         let path = model.path.clone();
         let options = self.flags.options(model)?;
         // The first host's ranks write the result.
-        let writes = !matches!(job_hosts, LaunchMode::Nodes(NodeOptions { node: 1.., .. }));
+        let writes = !matches!(job_hosts, LaunchMode::PerHostLaunchers(NodeOptions { node: 1.., .. }));
         let claim = || {
             options.claim(|outputs| {
                 let outputs = match &self.flags.metrics {
@@ -210,7 +210,7 @@ impl FinetuneArguments {
             master_port: self.master_port,
             prometheus: None,
             run: self.run.clone(),
-            island: self.flags.island.place(),
+            island: self.flags.island.options(),
             restart: 0,
             timeline: None,
             multi_host: None,

@@ -2,7 +2,7 @@
 
 use super::flags::FinetuneFlags;
 use crate::error::{FinetuneError, Result};
-use crate::launch::console::{all_is_written, eprint, print, refused};
+use crate::launch::console::{all_output_written, eprint, print, refused};
 use candle_zero::comm::{self, RankEnv};
 use candle_zero::monitor::{MetricsWriter, Progress};
 use candle_zero::offload::OffloadReport;
@@ -19,7 +19,7 @@ pub(super) fn run(options: Options, flags: &FinetuneFlags) -> ExitCode {
     match train(options, flags) {
         Ok(TrainingEnd::Interrupted) => ExitCode::FAILURE,
         // If there are several ranks, the launcher performs the same check.
-        Ok(_) if !all_is_written() => ExitCode::FAILURE,
+        Ok(_) if !all_output_written() => ExitCode::FAILURE,
         Ok(_) => ExitCode::SUCCESS,
         Err(error) => refused(&error, 1),
     }
@@ -58,7 +58,7 @@ fn train(options: Options, flags: &FinetuneFlags) -> Result<TrainingEnd> {
     let start = Instant::now();
     progress.begin(run.steps(), || "the first step is in progress".into());
     let mut done = run.steps();
-    while let Some(step) = run.step_telling(&mut |micro, of| progress.within(done, micro, of))? {
+    while let Some(step) = run.step_with_progress(&mut |micro, of| progress.show_step_progress(done, micro, of))? {
         done = step.step + 1;
         write(&mut metrics, &step);
         progress.step(step.step + 1, || line(&step));
@@ -73,10 +73,10 @@ fn train(options: Options, flags: &FinetuneFlags) -> Result<TrainingEnd> {
     let mut summary = run.summary();
     summary["seconds"] = start.elapsed().as_secs_f64().into();
     write(&mut metrics, &summary);
-    let reason = run.ended().unwrap_or(StopReason::Complete);
+    let reason = run.stop_reason().unwrap_or(StopReason::Complete);
     let (steps, out, best) = (run.steps(), run.prepared().options().out.clone(), run.best());
     let (best_folder, best_is_lost) = (run.prepared().options().best(), run.best_is_lost());
-    if reason == StopReason::Asked {
+    if reason == StopReason::Requested {
         let (end, why) = match () {
             () if is_planned_stop(steps) => (TrainingEnd::AsPlanned, "as planned"),
             () if is_by_signal() => (TrainingEnd::Interrupted, "by a signal"),
@@ -137,10 +137,10 @@ fn stop(run: FineTune, flags: &FinetuneFlags, first: bool, why: &str) -> Result<
 /// Prints the model, the data and the settings of the training run.
 fn introduce(run: &FineTune) {
     let (rows, steps, at) = (run.rows_per_epoch(), run.total_steps(), run.steps());
-    let (shorter, epochs, samples) = (run.shorter_rows(), run.epochs(), run.prepared().training().len());
-    let resumed = run.resumed().map(Path::to_owned);
-    if let Some(chosen) = run.chosen() {
-        print(format!("chosen for the available memory: {chosen}"));
+    let (epochs, samples) = (run.epochs(), run.prepared().training().len());
+    let resumed = run.resumed_from().map(Path::to_owned);
+    if let Some(explanation) = run.config_explanation() {
+        print(format!("chosen for the available memory: {explanation}"));
     }
     let ctx = run.prepared().ctx();
     let (engine, (trained, names)) = (run.engine(), run.parameter_counts());
@@ -165,7 +165,7 @@ fn introduce(run: &FineTune) {
             if batch.gradient_accumulation_steps == 1 { "batch" } else { "batches" }
         ));
     }
-    let row = match shorter {
+    let row = match run.shortened_row_tokens() {
         Some(tokens) => format!("{} (not {ctx}, so that an epoch has more steps)", counted(tokens, "token")),
         None => counted(ctx, "token"),
     };
@@ -189,7 +189,7 @@ fn introduce(run: &FineTune) {
     if let Some(checkpoint) = resumed {
         print(format!("continues after step {at}: {}", checkpoint.display()));
     }
-    if let Some(at) = run.joined() {
+    if let Some(at) = run.joined_at() {
         print(format!("continues after step {at}, with the state of the other islands"));
     }
 }
@@ -234,7 +234,7 @@ fn times(epochs: f64) -> String {
 
 /// Opens the metrics file. `resumes` states whether the file may contain lines from an earlier start of this run.
 fn open_metrics(path: &Path, run: &FineTune, resumes: bool) -> Result<MetricsWriter> {
-    let continues = run.resumed().is_some() || resumes && run.joined().is_some();
+    let continues = run.resumed_from().is_some() || resumes && run.joined_at().is_some();
     if continues { MetricsWriter::resume(path, run.steps()) } else { MetricsWriter::create(path) }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::error::{Result, ToolError};
 use candle_zero::runs::{RecordedRun, RecordedState, parse_utc};
-use candle_zero::util::{matches, nearest};
+use candle_zero::util::{matches, suggest_names};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -104,7 +104,7 @@ pub(super) fn keep(runs: &mut Vec<RecordedRun>, filters: &[RunFilter]) -> Result
             };
             let names: Vec<String> =
                 names.into_iter().map(|name| without_section(name).unwrap_or_else(|| name.into())).collect();
-            let hint = nearest(key, names.iter().map(String::as_str));
+            let hint = suggest_names(key, names.iter().map(String::as_str));
             return Err(ToolError::RunFilter { key: key.clone(), hint }.into());
         }
     }

@@ -5,7 +5,7 @@ use super::listing::{partly_damaged, steps};
 use super::table::{duration, loss, number, plain, setting};
 use crate::error::Result;
 use candle_zero::runs::{RecordedRun, RunMetrics, ValueAtStep, utc};
-use candle_zero::util::{binary, counted};
+use candle_zero::util::{counted, format_bytes};
 use clap::Args;
 use serde_json::{Map, Value, json};
 use std::fmt::Write as _;
@@ -95,7 +95,7 @@ fn describe(
             machine.processor,
             counted(machine.cores, "core"),
             machine.simd,
-            binary(machine.memory_bytes),
+            format_bytes(machine.memory_bytes),
             machine.system
         ),
     );

@@ -10,7 +10,7 @@ use super::trial_launch::THREADS;
 use super::trial_starter::TrialStarter;
 use crate::error::{Error, Result};
 use crate::launch::hosts::export_rules::literal_word;
-use crate::tools::trial_subprocess::write_whole;
+use crate::tools::trial_subprocess::write_atomically;
 use candle_zero::stop_signal::STOP_AT;
 use candle_zero::sweep::{Sweep, SweepTrial};
 use serde_json::{Value, json};
@@ -36,7 +36,7 @@ pub(super) fn write(starter: &TrialStarter, sweep: &Sweep) -> Result<Option<Path
         let name =
             if at + 1 == parts.len() { "ds_config.json".to_owned() } else { format!("ds_config-{}.json", at + 1) };
         if let Some(config) = starter.template.configuration_of(&part.trial.parameters) {
-            write_whole(&folder.join(&name), &format!("{config:#}\n"))?;
+            write_atomically(&folder.join(&name), &format!("{config:#}\n"))?;
         }
         let paths =
             TrialPaths { folder: OUT.into(), ds_config: Path::new(HERE).join(&name), record: None, is_branch: at > 0 };
@@ -47,7 +47,7 @@ pub(super) fn write(starter: &TrialStarter, sweep: &Sweep) -> Result<Option<Path
         commands += &format!("\"${{ZERORUN:-zerorun}}\" {}\n", words.iter().map(quoted).collect::<Vec<_>>().join(" "));
     }
     let script = folder.join("run.sh");
-    write_whole(&script, &script_of(starter, best, &commands))?;
+    write_atomically(&script, &script_of(starter, best, &commands))?;
     let part =
         |part: &TrainingPart<'_>| json!({"parameters": object(&part.trial.parameters), "until_step": part.end_step});
     let summary = json!({
@@ -59,7 +59,7 @@ pub(super) fn write(starter: &TrialStarter, sweep: &Sweep) -> Result<Option<Path
         "configuration": starter.template.configuration_of(&best.parameters).unwrap_or(Value::Null),
         "training": parts.iter().map(part).collect::<Vec<_>>(),
     });
-    write_whole(&folder.join("best.json"), &format!("{summary:#}\n"))?;
+    write_atomically(&folder.join("best.json"), &format!("{summary:#}\n"))?;
     Ok(Some(script))
 }
 

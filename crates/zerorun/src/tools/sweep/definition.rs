@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::tools::bench::size;
 use candle_zero::error::SweepError;
 use candle_zero::sweep::{SweepGoal, SweepSearcher, SweepSettings, SweepSpace, TrialScheduler};
-use candle_zero::util::{list, nearest};
+use candle_zero::util::{list, suggest_names};
 use serde_json::{Map, Value};
 use std::path::PathBuf;
 
@@ -108,7 +108,8 @@ impl DefinitionKeys<'_> {
         match words.iter().find(|(name, _)| *name == found) {
             Some((_, value)) => Ok(Some(*value)),
             None => {
-                let hint = nearest(found, names.iter().copied()).map_or(String::new(), |hint| format!("; {hint}"));
+                let hint = suggest_names(found, names.iter().copied());
+                let hint = hint.map_or(String::new(), |hint| format!("; {hint}"));
                 Err(self.error(format!("{key} is \"{found}\"; give one of {}{hint}", list(&names))))
             }
         }
@@ -143,7 +144,7 @@ impl DefinitionKeys<'_> {
     /// Refuses unknown keys, and sections of schedulers other than the chosen one.
     fn check_names(&self, scheduler: &str) -> Result<()> {
         let unknown = |path: &str, key: &str, known: &[&str]| {
-            let hint = nearest(key, known.iter().copied());
+            let hint = suggest_names(key, known.iter().copied());
             let hint = hint.unwrap_or_else(|| format!("the allowed keys are {}", list(known)));
             self.error(format!("{path}{key} is not a key of a sweep; {hint}"))
         };
@@ -319,7 +320,7 @@ impl SweepDefinition {
     }
 
     /// Returns an error about this definition.
-    pub(super) fn wrong(&self, problem: impl Into<String>) -> candle_zero::Error {
+    pub(super) fn error(&self, problem: impl Into<String>) -> candle_zero::Error {
         SweepToolError::Definition { origin: self.origin.clone(), problem: problem.into() }.into()
     }
 }

@@ -11,7 +11,7 @@
 use super::definition::FREE_KEYS;
 use super::error::SweepToolError;
 use crate::error::{Error, Result};
-use crate::tools::trial_subprocess::write_whole;
+use crate::tools::trial_subprocess::write_atomically;
 use candle_zero::files::{self, FolderLock, FolderLockOutcome};
 use serde_json::{Map, Value, json};
 use std::io::ErrorKind;
@@ -172,7 +172,7 @@ impl SweepFolder {
     pub(super) fn lock(&self) -> Result<FolderLock> {
         let io = |action| move |source| Error::Io { action, path: self.path.clone(), source };
         std::fs::create_dir_all(&self.path).map_err(io("create"))?;
-        match FolderLock::ask(&self.path, LOCK_RELEASE_TIMEOUT).map_err(io("lock"))? {
+        match FolderLock::acquire(&self.path, LOCK_RELEASE_TIMEOUT).map_err(io("lock"))? {
             FolderLockOutcome::Held(lock) => Ok(lock),
             FolderLockOutcome::Busy(pid) => {
                 let pid = pid.map_or(String::new(), |pid| format!(" (process {pid})"));
@@ -195,7 +195,7 @@ impl SweepFolder {
             }
             return Ok(());
         }
-        write_whole(&self.path.join(DEFINITION), &format!("{:#}\n", sweep.to_json()))
+        write_atomically(&self.path.join(DEFINITION), &format!("{:#}\n", sweep.to_json()))
     }
 }
 

@@ -7,7 +7,7 @@
 use super::error::SweepToolError;
 use super::folder::SweepFolder;
 use super::host_request::{HostAnswer, HostCheckResult, HostRequest};
-use super::remote_trial::{RemoteTrialLauncher, without_answer};
+use super::remote_trial::{RemoteTrialLauncher, no_answer_message};
 use super::trials_at_a_time::cores;
 use crate::error::{Error, LaunchError, Result};
 use crate::launch::remote_shell::{as_text, not_reached};
@@ -130,7 +130,7 @@ fn wait_for_answer(host: &str, child: Child) -> Result<HostCheckResult> {
             let problem = format!(
                 "{}; the host must be reachable by ssh without a password, and have zerorun and the working directory at \
                  the same paths as this host; otherwise, remove it from the hostfile",
-                without_answer(output.status, &String::from_utf8_lossy(&output.stderr))
+                no_answer_message(output.status, &String::from_utf8_lossy(&output.stderr))
             );
             Err(SweepToolError::Host { host: host.to_owned(), problem }.into())
         }

@@ -7,7 +7,7 @@
 //!     on this host:   trial_launch: zerorun SCRIPT or zerorun finetune -> trial_results
 //!     on other hosts: remote_trial: ssh -> remote_request_handler: trial_launch -> trial_results
 //!                     messages: host_request
-//!   trial_hosts: the hosts of a hostfile, and places on them        host_check: the checks of the other hosts
+//!   trial_hosts: the hosts of a hostfile, and slots on them         host_check: the checks of the other hosts
 //!   report: the table of trials        best_trial_files: the best configuration as files
 //!   dashboard_view: sweeps as the dashboard shows them
 //! ```
@@ -60,7 +60,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use sweep_flags::SweepFlags;
 use trial_command::CommandTemplate;
-use trial_hosts::{HostCapacity, TrialHosts, listed};
+use trial_hosts::{HostCapacity, TrialHosts, read_hostfile};
 use trial_launch::THREADS;
 use trial_results::TrialResultReader;
 use trial_starter::TrialStarter;
@@ -190,7 +190,7 @@ fn begin(flags: &SweepFlags) -> Result<ReadySweep> {
     let directory = std::env::current_dir().map_err(|source| Error::Io { action: "find", path: ".".into(), source })?;
     let mut template = CommandTemplate::new(&definition, &directory, None)?;
     template.check(&definition)?;
-    listed(&definition, &directory)?;
+    read_hostfile(&definition, &directory)?;
     let folder = SweepFolder::at(&flags.folder())?;
     folder.has_sweep()?;
     // If the script does not compile, no folder is created.
@@ -260,7 +260,7 @@ fn ready(
 ) -> Result<ReadySweep> {
     let launcher = std::env::current_exe()
         .map_err(|source| crate::error::LaunchError::Setup { what: "finding the launcher itself", source })?;
-    let slots = listed(&definition, &directory)?;
+    let slots = read_hostfile(&definition, &directory)?;
     let remote = match &slots {
         Some(_) => RemoteTrialLauncher {
             shell: RemoteShellOptions { port: definition.hosts.ssh_port, detects_lost_hosts: true },
@@ -281,9 +281,9 @@ fn ready(
         }
         Some((slots, host_capacities)) => {
             let memory = memory_of_trial(&definition, &template);
-            let (hosts, left_out) = TrialHosts::of(&definition, &slots, &host_capacities, memory)?;
+            let (hosts, left_out) = TrialHosts::from_hostfile(&definition, &slots, &host_capacities, memory)?;
             left_out.iter().for_each(|text| eprint(&format!("zerorun: {text}")));
-            (parallel.unwrap_or_else(|| hosts.place_count()), hosts)
+            (parallel.unwrap_or_else(|| hosts.max_trials()), hosts)
         }
     };
     let threads = match (definition.threads, are_threads_set()) {

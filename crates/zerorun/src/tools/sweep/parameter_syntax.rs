@@ -1,7 +1,7 @@
 //! The parameters of a sweep, as they are written in a sweep file and in flags.
 
 use candle_zero::sweep::ParameterDomain;
-use candle_zero::util::{list, nearest};
+use candle_zero::util::{list, suggest_names};
 use serde_json::{Map, Value, json};
 
 /// The kinds of parameters.
@@ -20,7 +20,7 @@ pub(super) fn domain_of(value: &Value) -> Result<ParameterDomain, String> {
     let kind = match kinds[..] {
         [kind] => kind.as_str(),
         [] => {
-            let hint = options.first().and_then(|key| nearest(key, KINDS.into_iter()));
+            let hint = options.first().and_then(|key| suggest_names(key, KINDS.into_iter()));
             let hint = hint.map_or(String::new(), |hint| format!("; {hint}"));
             return Err(format!("has no kind; give one of {}{hint}", list(&KINDS)));
         }
@@ -80,7 +80,7 @@ pub(super) fn parameter_of_flag(text: &str) -> Result<(String, Value), String> {
     let Some((name, rest)) = text.split_once('=') else { return Err(format!("`{text}` has no `=`; {remedy}")) };
     let Some((kind, values)) = rest.split_once(':') else { return Err(format!("`{text}` has no `:`; {remedy}")) };
     if !KINDS.contains(&kind) {
-        let hint = nearest(kind, KINDS.into_iter()).map_or(String::new(), |hint| format!("; {hint}"));
+        let hint = suggest_names(kind, KINDS.into_iter()).map_or(String::new(), |hint| format!("; {hint}"));
         return Err(format!("`{text}` has the kind `{kind}`; give one of {}{hint}", list(&KINDS)));
     }
     let words: Vec<Value> = values.split(',').filter(|word| !word.is_empty()).map(value_of_word).collect();

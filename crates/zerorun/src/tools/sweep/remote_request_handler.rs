@@ -4,7 +4,7 @@ use super::folder::SweepFolder;
 use super::host_check;
 use super::host_request::{HostAnswer, HostRequest, TrainRequest};
 use super::trial_launch::launch;
-use super::trial_results::{JobEnd, TrialResultReader};
+use super::trial_results::{JobOutcome, TrialResultReader};
 use crate::error::{Error, LaunchError, Result};
 use crate::launch::console::{EXIT_SETUP, print, refused};
 use crate::launch::signals::{LauncherEvent, listen};
@@ -75,10 +75,10 @@ fn train(request: &TrainRequest) -> Result<HostAnswer> {
         }
     };
     Ok(match results.end(&job, status)? {
-        JobEnd::Result(Ok(value)) => HostAnswer::Value(value.to_string()),
-        JobEnd::Result(Err(why)) => HostAnswer::TrialFailed(why),
-        JobEnd::Killed(signal) => HostAnswer::Killed(signal),
-        JobEnd::NoMetric(names) => HostAnswer::NoMetric(names),
+        JobOutcome::Result(Ok(value)) => HostAnswer::Value(value.to_string()),
+        JobOutcome::Result(Err(why)) => HostAnswer::TrialFailed(why),
+        JobOutcome::Killed(signal) => HostAnswer::Killed(signal),
+        JobOutcome::NoMetric(names) => HostAnswer::NoMetric(names),
     })
 }
 

@@ -5,7 +5,7 @@
 
 use super::error::SweepToolError;
 use super::host_request::{HostAnswer, HostRequest, ON_HOST, last_line};
-use super::trial_results::{JobEnd, ProcessEnd};
+use super::trial_results::{JobOutcome, ProcessOutcome};
 use crate::error::{Error, LaunchError, Result};
 use crate::launch::remote_shell::{RemoteShellOptions, as_text, not_reached};
 use crate::launch::signals::{die_with_parent, name};
@@ -89,7 +89,7 @@ pub(super) struct RemoteTrial {
 
 impl RemoteTrial {
     /// Returns how the trial has ended, or `None` if the remote shell is still running.
-    pub(super) fn end(&mut self) -> Result<Option<ProcessEnd>> {
+    pub(super) fn end(&mut self) -> Result<Option<ProcessOutcome>> {
         let status = self
             .child
             .try_wait()
@@ -99,9 +99,9 @@ impl RemoteTrial {
         let output = String::from_utf8_lossy(&bytes);
         let failed = |problem: String| SweepToolError::Host { host: self.host.clone(), problem };
         Ok(Some(match HostAnswer::in_output(&output) {
-            Some(HostAnswer::Busy) => ProcessEnd::Busy,
+            Some(HostAnswer::Busy) => ProcessOutcome::Busy,
             Some(HostAnswer::Value(text)) => match text.parse() {
-                Ok(value) => ProcessEnd::Job(JobEnd::Result(Ok(value))),
+                Ok(value) => ProcessOutcome::Job(JobOutcome::Result(Ok(value))),
                 Err(_) => {
                     return Err(failed(format!(
                         "it answered with the value `{text}`; use the same version of zerorun on all hosts"
@@ -109,14 +109,14 @@ impl RemoteTrial {
                     .into());
                 }
             },
-            Some(HostAnswer::TrialFailed(why)) => ProcessEnd::Job(JobEnd::Result(Err(why))),
-            Some(HostAnswer::Killed(signal)) => ProcessEnd::Job(JobEnd::Killed(signal)),
-            Some(HostAnswer::NoMetric(names)) => ProcessEnd::Job(JobEnd::NoMetric(names)),
+            Some(HostAnswer::TrialFailed(why)) => ProcessOutcome::Job(JobOutcome::Result(Err(why))),
+            Some(HostAnswer::Killed(signal)) => ProcessOutcome::Job(JobOutcome::Killed(signal)),
+            Some(HostAnswer::NoMetric(names)) => ProcessOutcome::Job(JobOutcome::NoMetric(names)),
             Some(HostAnswer::Failed(why)) => return Err(failed(why).into()),
             // The sweep, or the user, has killed the remote shell; the host itself may still be available.
             None | Some(HostAnswer::Checked(_)) => match status.signal() {
-                Some(signal) => ProcessEnd::Job(JobEnd::Killed(name(signal))),
-                None => ProcessEnd::HostLost(without_answer(status, &output)),
+                Some(signal) => ProcessOutcome::Job(JobOutcome::Killed(name(signal))),
+                None => ProcessOutcome::HostLost(no_answer_message(status, &output)),
             },
         }))
     }
@@ -135,7 +135,7 @@ impl RemoteTrial {
 }
 
 /// Returns a description of how a remote shell that printed no answer has ended.
-pub(super) fn without_answer(status: ExitStatus, output: &str) -> String {
+pub(super) fn no_answer_message(status: ExitStatus, output: &str) -> String {
     let code = status.code().map_or_else(|| status.to_string(), |code| format!("exit code {code}"));
     format!("the remote shell ended with {code}: {}", last_line(output))
 }

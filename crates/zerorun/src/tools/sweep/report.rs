@@ -40,19 +40,21 @@ impl SweepDisplay {
     }
 
     /// Prints that a job is starting.
-    pub(super) fn started(&mut self, trial: &SweepTrial, job: &SweepJob, steps: u64) {
+    pub(super) fn print_start(&mut self, trial: &SweepTrial, job: &SweepJob, steps: u64) {
         let branch = match trial.branch.filter(|_| trial.results.is_empty()) {
             Some(branch) => format!(", a branch of trial {}", branch.trial),
             None => String::new(),
         };
         let until = if job.to == steps { "to the end".to_owned() } else { format!("to step {}", job.to) };
-        let parameters =
-            if trial.results.is_empty() { format!(": {}", shown(&trial.parameters)) } else { String::new() };
+        let parameters = match trial.results.is_empty() {
+            true => format!(": {}", format_parameters(&trial.parameters)),
+            false => String::new(),
+        };
         self.line(&format!("trial {} from step {} {until}{branch}{parameters}", trial.number, job.from));
     }
 
     /// Prints the result of a trial, which the sweep has just received.
-    pub(super) fn told(&mut self, sweep: &Sweep, trial: &SweepTrial) {
+    pub(super) fn print_result(&mut self, sweep: &Sweep, trial: &SweepTrial) {
         let (number, metric) = (trial.number, &self.metric);
         let text = match (&trial.state, trial.results.last()) {
             (TrialState::Failed(why), _) => format!("trial {number} failed: {why}"),
@@ -86,7 +88,7 @@ impl SweepDisplay {
             let TrialState::Running { to } = trial.state else { continue };
             let step = reached(trial.number).unwrap_or_else(|| trial.reached()).clamp(trial.reached(), to);
             let host_suffix = hosts.get(&trial.number).map_or(String::new(), |host| format!(" on {host}"));
-            let parameters = shown(&trial.parameters);
+            let parameters = format_parameters(&trial.parameters);
             lines.push(format!("  trial {:4}  step {step} of {to}{host_suffix}  {parameters}", trial.number));
         }
         lines.truncate(MAX_LIVE_ROWS);
@@ -214,7 +216,7 @@ pub(super) fn object(parameters: &TrialParameters) -> Value {
 }
 
 /// Returns parameters as text.
-pub(super) fn shown(parameters: &TrialParameters) -> String {
+pub(super) fn format_parameters(parameters: &TrialParameters) -> String {
     let format_parameter = |(name, value): &(String, Value)| match is_flag(name) {
         true => format!("{name} {}", setting(value)),
         false => format!("{} {}", short(name), setting(value)),

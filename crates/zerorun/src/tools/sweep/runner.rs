@@ -5,15 +5,15 @@ use super::definition::{ResultDeliveryOrder, SweepDefinition};
 use super::error::SweepToolError;
 use super::journal::{Journal, JournalEvent, ReplayedSweep};
 use super::report::{SweepDisplay, summary, trials_table};
-use super::trial_hosts::{TakenPlace, TrialHosts};
+use super::trial_hosts::{SlotLease, TrialHosts};
 use super::trial_process::{TrialProcess, TrialStartOutcome};
-use super::trial_results::{JobEnd, ProcessEnd};
+use super::trial_results::{JobOutcome, ProcessOutcome};
 use super::trial_starter::TrialStarter;
 use crate::error::Result;
 use crate::launch::console::{eprint, print};
 use crate::launch::signals::{LauncherEvent, listen, suspend_self};
 use candle_zero::sweep::{SweepDecision, SweepJob, TrialState};
-use candle_zero::util::{counted, list, nearest};
+use candle_zero::util::{counted, list, suggest_names};
 use rustix::process::Signal;
 use std::process::ExitCode;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -43,10 +43,10 @@ struct RunningJob {
 /// The state of a job's process.
 #[derive(Debug)]
 enum JobProcessState {
-    /// The process is started as soon as there is a place and no other process is training the trial, but not before
-    /// this time.
+    /// The process is started as soon as there are free slots and no other process is training the trial, but not
+    /// before this time.
     Due(Option<Instant>),
-    Started(TrialProcess, TakenPlace),
+    Started(TrialProcess, SlotLease),
     /// The result of the job is known.
     Ended,
 }
@@ -160,7 +160,7 @@ impl SweepRunner {
             if let Some(trial) = self.state.sweep.trial(job.trial) {
                 // A checkpoint to branch from is copied now, before its trial continues.
                 self.starter.prepare(trial)?;
-                self.display.started(trial, &job, self.starter.results.steps);
+                self.display.print_start(trial, &job, self.starter.results.steps);
             }
             self.journal.add(&JournalEvent::Start(job))?;
             self.state.order.begin(&job);
@@ -175,7 +175,7 @@ impl SweepRunner {
         self.jobs.push(RunningJob { job, process, kills: 0, saved, was_busy: false, host: None });
     }
 
-    /// Starts the jobs that are due, on hosts with free places.
+    /// Starts the jobs that are due, on hosts with free slots.
     fn start_due(&mut self) -> Result<()> {
         for at in 0..self.jobs.len() {
             let JobProcessState::Due(until) = self.jobs[at].process else { continue };
@@ -196,17 +196,17 @@ impl SweepRunner {
         }
     }
 
-    /// Starts a job, if there is a place for it.
+    /// Starts a job, if there are free slots for it.
     fn start_job(&mut self, at: usize) -> Result<()> {
         let job = self.jobs[at].job;
         let trial = self.state.sweep.trial(job.trial).expect("the trial of a job exists").clone();
         // The last host may still have the checkpoint in memory.
-        while let Some(place) = self.hosts.take(self.state.hosts.get(&job.trial).map(String::as_str)) {
-            match self.starter.start(&trial, &job, self.hosts.other(place), self.hosts.devices(place))? {
+        while let Some(lease) = self.hosts.acquire(self.state.hosts.get(&job.trial).map(String::as_str)) {
+            match self.starter.start(&trial, &job, self.hosts.remote_name(lease), self.hosts.devices(lease))? {
                 TrialStartOutcome::Started(process) => {
                     let running = &mut self.jobs[at];
-                    running.process = JobProcessState::Started(process, place);
-                    if let Some(host) = self.hosts.name(place).filter(|host| running.host.as_deref() != Some(*host)) {
+                    running.process = JobProcessState::Started(process, lease);
+                    if let Some(host) = self.hosts.name(lease).filter(|host| running.host.as_deref() != Some(*host)) {
                         running.host = Some(host.to_owned());
                         self.state.hosts.insert(job.trial, host.to_owned());
                         self.display.line(&format!("trial {} runs on {host}", job.trial));
@@ -215,13 +215,13 @@ impl SweepRunner {
                     return Ok(());
                 }
                 TrialStartOutcome::Busy => {
-                    self.hosts.free(place);
+                    self.hosts.release(lease);
                     self.wait_for_other(at, None);
                     return Ok(());
                 }
                 TrialStartOutcome::Unreachable(why) => {
-                    self.hosts.free(place);
-                    self.lose_host(place, why);
+                    self.hosts.release(lease);
+                    self.lose_host(lease, why);
                 }
             }
         }
@@ -241,9 +241,9 @@ impl SweepRunner {
         }
     }
 
-    /// Records that the host of a place is lost, so that no more trials are started on it.
-    fn lose_host(&mut self, place: TakenPlace, why: String) {
-        if let Some(host) = self.hosts.lose(place) {
+    /// Records that the host of these slots is lost, so that no more trials are started on it.
+    fn lose_host(&mut self, lease: SlotLease, why: String) {
+        if let Some(host) = self.hosts.mark_lost(lease) {
             self.display.line(&format!(
                 "warning: host {host} is lost: {why}; no more trials are started on it, and its trials continue on \
                  other hosts from their newest checkpoints"
@@ -256,26 +256,26 @@ impl SweepRunner {
     fn collect(&mut self) -> Result<()> {
         for at in 0..self.jobs.len() {
             let running = &mut self.jobs[at];
-            let JobProcessState::Started(process, place) = &mut running.process else { continue };
-            let place = *place;
-            let Some(process_end) = process.end(&self.starter.results, &running.job)? else { continue };
-            self.hosts.free(place);
+            let JobProcessState::Started(process, lease) = &mut running.process else { continue };
+            let lease = *lease;
+            let Some(process_outcome) = process.end(&self.starter.results, &running.job)? else { continue };
+            self.hosts.release(lease);
             let (job, metric) = (running.job, &self.definition.metric);
-            let job_end = match process_end {
-                ProcessEnd::Job(job_end) => job_end,
-                ProcessEnd::Busy => {
+            let job_outcome = match process_outcome {
+                ProcessOutcome::Job(job_outcome) => job_outcome,
+                ProcessOutcome::Busy => {
                     self.wait_for_other(at, Some(Instant::now() + BUSY_INTERVAL));
                     continue;
                 }
-                ProcessEnd::HostLost(why) => {
+                ProcessOutcome::HostLost(why) => {
                     running.process = JobProcessState::Due(None);
-                    self.lose_host(place, why);
+                    self.lose_host(lease, why);
                     continue;
                 }
             };
-            let result = match job_end {
-                JobEnd::Result(result) => result,
-                JobEnd::Killed(signal) => {
+            let result = match job_outcome {
+                JobOutcome::Result(result) => result,
+                JobOutcome::Killed(signal) => {
                     let saved = self.starter.results.saved_step(job.trial);
                     running.kills = if saved > running.saved { 1 } else { running.kills + 1 };
                     running.saved = saved;
@@ -290,9 +290,9 @@ impl SweepRunner {
                     let times = counted(running.kills, "time");
                     Err(format!("it was killed {times} after step {saved}, the last time by {signal}"))
                 }
-                JobEnd::NoMetric(names) => {
+                JobOutcome::NoMetric(names) => {
                     running.process = JobProcessState::Ended;
-                    let hint = nearest(metric, names.iter().map(String::as_str));
+                    let hint = suggest_names(metric, names.iter().map(String::as_str));
                     let found = match (names.is_empty(), names.contains(metric)) {
                         (true, _) => "there is no record; the script must train with candle-zero's engine".to_owned(),
                         (_, true) => "the metric has values at other steps; record it at the end of each part of a \
@@ -328,7 +328,7 @@ impl SweepRunner {
         self.state.order.end(trial);
         self.jobs.retain(|running| running.job.trial != trial);
         if let Some(trial) = self.state.sweep.trial(trial) {
-            self.display.told(&self.state.sweep, trial);
+            self.display.print_result(&self.state.sweep, trial);
         }
         Ok(true)
     }

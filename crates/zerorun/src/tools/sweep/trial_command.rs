@@ -8,7 +8,7 @@ use crate::tools::finetune;
 use crate::tools::script_arguments::{DS_CONFIG, take};
 use candle_zero::config::{Config, ConfigRule, RunValues};
 use candle_zero::sweep::{ParameterDomain, TrialParameters};
-use candle_zero::util::nearest;
+use candle_zero::util::suggest_names;
 use serde_json::{Value, json};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -78,7 +78,7 @@ impl CommandTemplate {
     /// Reads the command of a sweep. `directory` is the directory in which trials run. `saved` is the configuration of
     /// a sweep that is being resumed; it is used instead of the file.
     pub(super) fn new(definition: &SweepDefinition, directory: &Path, saved: Option<&Value>) -> Result<Self> {
-        let (first, rest) = definition.command.split_first().ok_or_else(|| definition.wrong("command is empty"))?;
+        let (first, rest) = definition.command.split_first().ok_or_else(|| definition.error("command is empty"))?;
         let program = if first == "finetune" { TrialProgram::Finetune } else { TrialProgram::Script(first.into()) };
         let mut args: Vec<OsString> = rest.iter().map(OsString::from).collect();
         let ds_config = take(&mut args, &DS_CONFIG);
@@ -123,7 +123,7 @@ impl CommandTemplate {
         for (at, name) in names.iter().enumerate() {
             if let Some(other) = names[..at].iter().find(|other| normalized(other) == normalized(name)) {
                 return Err(
-                    definition.wrong(format!("parameters {other} and {name} are the same; give only one of them"))
+                    definition.error(format!("parameters {other} and {name} are the same; give only one of them"))
                 );
             }
         }
@@ -132,7 +132,7 @@ impl CommandTemplate {
         } else if self.configuration.is_none() {
             let problem =
                 "command has no --ds_config FILE; give the configuration file of the script, which trials may vary";
-            return Err(definition.wrong(problem));
+            return Err(definition.error(problem));
         }
         self.check_configuration(definition)
     }
@@ -145,7 +145,7 @@ impl CommandTemplate {
     fn check_reserved_flags(&self, definition: &SweepDefinition) -> Result<()> {
         for (flag, why) in self.reserved_flags() {
             if self.args.iter().any(|word| is_word_of(word, flag)) {
-                return Err(definition.wrong(format!("command has {flag}, but {why}; leave it out")));
+                return Err(definition.error(format!("command has {flag}, but {why}; leave it out")));
             }
         }
         if self.program != TrialProgram::Finetune {
@@ -153,7 +153,7 @@ impl CommandTemplate {
             if export.is_some_and(|(_, file)| !file.to_string_lossy().contains(TRIAL)) {
                 let problem = "command has --export, so all trials would write the same file; give --export \
                                {trial}/model.safetensors, in which {trial} is the folder of the trial";
-                return Err(definition.wrong(problem));
+                return Err(definition.error(problem));
             }
         }
         Ok(())
@@ -161,24 +161,24 @@ impl CommandTemplate {
 
     fn check_flag(&self, definition: &SweepDefinition, name: &str, domain: &ParameterDomain) -> Result<()> {
         if let Some((flag, why)) = self.reserved_flags().find(|(flag, _)| normalized(flag) == normalized(name)) {
-            return Err(definition.wrong(format!("parameter {flag} cannot be varied: {why}; leave it out")));
+            return Err(definition.error(format!("parameter {flag} cannot be varied: {why}; leave it out")));
         }
         if DS_CONFIG.contains(&name) {
             let problem = format!(
                 "parameter {name} cannot be varied; vary keys of the configuration by their paths, such as optimizer.params.lr"
             );
-            return Err(definition.wrong(problem));
+            return Err(definition.error(problem));
         }
         if self.args.iter().any(|word| is_word_of(word, name)) {
             return Err(
-                definition.wrong(format!("{name} is both in the command and a parameter; remove it from the command"))
+                definition.error(format!("{name} is both in the command and a parameter; remove it from the command"))
             );
         }
         if let ParameterDomain::Choice(values) = domain
             && let Some(value) = values.iter().find(|value| value.is_object() || value.is_array() || value.is_null())
         {
             return Err(definition
-                .wrong(format!("parameter {name} has the value {value}; a flag needs text, a number, true or false")));
+                .error(format!("parameter {name} has the value {value}; a flag needs text, a number, true or false")));
         }
         Ok(())
     }
@@ -190,13 +190,13 @@ impl CommandTemplate {
             && finetune_flags().iter().any(|flag| normalized(flag) == normalized(&as_flag));
         if is_flag_of_finetune {
             return Err(definition
-                .wrong(format!("parameter {name} is not a key of the configuration; write the flag as {as_flag}")));
+                .error(format!("parameter {name} is not a key of the configuration; write the flag as {as_flag}")));
         }
         if name.split('.').any(str::is_empty) {
             let problem = format!(
                 "parameter `{name}` is neither a flag, such as --lr, nor a path of keys, such as optimizer.params.lr"
             );
-            return Err(definition.wrong(problem));
+            return Err(definition.error(problem));
         }
         let value = some_values(domain).next().unwrap_or(Value::Null);
         let mut config = self.configuration.clone().unwrap_or_else(|| json!({}));
@@ -206,7 +206,7 @@ impl CommandTemplate {
                 "parameter {name} cannot be set, because the configuration has a value in place of one of its \
                  sections; give a section there, in the file given with --ds_config"
             );
-            return Err(definition.wrong(problem));
+            return Err(definition.error(problem));
         }
         Ok(())
     }
@@ -246,7 +246,7 @@ impl CommandTemplate {
                 if let Some(problem) = wrong {
                     let problem =
                         format!("parameter {name} with the value {value}: `{}`: {}", problem.path, problem.message);
-                    return Err(definition.wrong(problem));
+                    return Err(definition.error(problem));
                 }
             }
         }
@@ -259,9 +259,9 @@ impl CommandTemplate {
         let flags = || definition.settings.space.parameters().iter().filter(|(name, _)| is_flag(name));
         for (name, _) in flags() {
             if !valid_flags.iter().any(|flag| normalized(flag) == normalized(name)) {
-                let hint = nearest(name, valid_flags.iter().map(String::as_str));
+                let hint = suggest_names(name, valid_flags.iter().map(String::as_str));
                 let hint = hint.unwrap_or_else(|| "`zerorun finetune --help` lists them".into());
-                return Err(definition.wrong(format!("parameter {name} is not a flag of zerorun finetune; {hint}")));
+                return Err(definition.error(format!("parameter {name} is not a flag of zerorun finetune; {hint}")));
             }
         }
         let first: TrialParameters =
@@ -291,14 +291,14 @@ impl CommandTemplate {
         };
         let no_parameters: TrialParameters = Vec::new();
         if let (Err(why), Err(_)) = (parse(&first), parse(&no_parameters)) {
-            return Err(definition.wrong(format!("command is not a command line of zerorun finetune: {why}")));
+            return Err(definition.error(format!("command is not a command line of zerorun finetune: {why}")));
         }
         for (at, (name, domain)) in flags().enumerate() {
             for value in some_values(domain) {
                 let mut parameters = first.clone();
                 parameters[at].1 = value.clone();
                 parse(&parameters)
-                    .map_err(|why| definition.wrong(format!("parameter {name} with the value {value}: {why}")))?;
+                    .map_err(|why| definition.error(format!("parameter {name} with the value {value}: {why}")))?;
             }
         }
         Ok(())

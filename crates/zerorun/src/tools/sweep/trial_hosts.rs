@@ -1,10 +1,10 @@
-//! The hosts on which trials run, and the places for trials on them.
+//! The hosts on which trials run, and the groups of slots for trials on them.
 
 use super::definition::SweepDefinition;
 use crate::error::{HostsError, Result};
 use crate::launch::hosts::host_filter::HostSelection;
 use crate::launch::hosts::{HostSlots, hostfile};
-use candle_zero::util::{binary, counted};
+use candle_zero::util::{counted, format_bytes};
 use std::path::Path;
 
 /// A host on which trials run.
@@ -14,7 +14,7 @@ struct TrialHost {
     name: Option<String>,
     is_here: bool,
     cores: usize,
-    places: Vec<TrialPlace>,
+    slot_groups: Vec<SlotGroup>,
     is_lost: bool,
 }
 
@@ -28,19 +28,19 @@ pub(super) struct HostCapacity {
     pub(super) memory: u64,
 }
 
-/// A place for a trial on a host.
+/// A group of slots on a host, for one trial.
 #[derive(Debug)]
-struct TrialPlace {
-    /// The slots of the place, separated by commas, if there is a hostfile.
+struct SlotGroup {
+    /// The slots of the group, separated by commas, if there is a hostfile.
     devices: Option<String>,
     is_taken: bool,
 }
 
-/// A place that a trial has taken.
+/// The slots that a trial has acquired.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct TakenPlace {
+pub(super) struct SlotLease {
     host: usize,
-    place: usize,
+    group: usize,
 }
 
 /// The hosts on which trials run.
@@ -48,7 +48,7 @@ pub(super) struct TakenPlace {
 pub(super) struct TrialHosts(Vec<TrialHost>);
 
 /// Returns the hosts and slots of the definition's hostfile, if there is one. `directory` is that of the sweep.
-pub(super) fn listed(definition: &SweepDefinition, directory: &Path) -> Result<Option<Vec<HostSlots>>> {
+pub(super) fn read_hostfile(definition: &SweepDefinition, directory: &Path) -> Result<Option<Vec<HostSlots>>> {
     let Some(file) = &definition.hosts.hostfile else { return Ok(None) };
     let path = directory.join(file);
     let text = std::fs::read_to_string(&path)
@@ -68,21 +68,21 @@ pub(super) fn listed(definition: &SweepDefinition, directory: &Path) -> Result<O
             file.display(),
             counted(max_slots, "slot"),
         );
-        return Err(definition.wrong(problem));
+        return Err(definition.error(problem));
     }
     Ok(Some(hosts))
 }
 
 impl TrialHosts {
-    /// Returns this host, with places for `parallel` trials.
+    /// Returns this host, with slots for `parallel` trials.
     pub(super) fn only_here(parallel: usize, cores: usize) -> Self {
-        let places = (0..parallel).map(|_| TrialPlace { devices: None, is_taken: false }).collect();
-        Self(vec![TrialHost { name: None, is_here: true, cores, places, is_lost: false }])
+        let slot_groups = (0..parallel).map(|_| SlotGroup { devices: None, is_taken: false }).collect();
+        Self(vec![TrialHost { name: None, is_here: true, cores, slot_groups, is_lost: false }])
     }
 
     /// Returns the hosts of a hostfile that have room for a trial, and a message about each of the others. `memory`
     /// is the memory of a trial, if it is known.
-    pub(super) fn of(
+    pub(super) fn from_hostfile(
         definition: &SweepDefinition,
         hosts: &[HostSlots],
         capacities: &[HostCapacity],
@@ -93,8 +93,8 @@ impl TrialHosts {
             // The capacity of a host that does not report its memory is 0 bytes.
             let trial_memory = memory.filter(|bytes| *bytes > 0 && capacity.memory > 0);
             let by_memory = trial_memory.map_or(usize::MAX, |bytes| (capacity.memory / bytes) as usize);
-            let slot_groups = host.slots.chunks_exact(definition.ranks);
-            match (slot_groups.len(), by_memory) {
+            let slot_chunks = host.slots.chunks_exact(definition.ranks);
+            match (slot_chunks.len(), by_memory) {
                 (0, _) => left_out.push(format!(
                     "host {} is not used: a trial has {}, and the host has {}",
                     host.name,
@@ -104,17 +104,17 @@ impl TrialHosts {
                 (_, 0) => left_out.push(format!(
                     "host {} is not used: a trial needs {} of memory, and the host has {}",
                     host.name,
-                    binary(memory.unwrap_or(0)),
-                    binary(capacity.memory)
+                    format_bytes(memory.unwrap_or(0)),
+                    format_bytes(capacity.memory)
                 )),
                 _ => {
                     let devices = |slots: &[usize]| slots.iter().map(usize::to_string).collect::<Vec<_>>().join(",");
-                    let places = slot_groups
+                    let slot_groups = slot_chunks
                         .take(by_memory)
-                        .map(|slots| TrialPlace { devices: Some(devices(slots)), is_taken: false })
+                        .map(|slots| SlotGroup { devices: Some(devices(slots)), is_taken: false })
                         .collect();
                     let (name, is_here, cores) = (Some(host.name.clone()), capacity.is_here, capacity.cores);
-                    used.push(TrialHost { name, is_here, cores, places, is_lost: false });
+                    used.push(TrialHost { name, is_here, cores, slot_groups, is_lost: false });
                 }
             }
         }
@@ -123,45 +123,46 @@ impl TrialHosts {
                 "no host in the hostfile has room for a trial ({}); give other hosts, or a smaller value of memory",
                 left_out.join("; ")
             );
-            return Err(definition.wrong(problem));
+            return Err(definition.error(problem));
         }
         Ok((Self(used), left_out))
     }
 
-    /// Returns the number of places.
-    pub(super) fn place_count(&self) -> usize {
-        self.0.iter().map(|host| host.places.len()).sum()
+    /// Returns the number of trials for which the hosts have slots.
+    pub(super) fn max_trials(&self) -> usize {
+        self.0.iter().map(|host| host.slot_groups.len()).sum()
     }
 
     /// Returns the number of threads of a rank, which is the same on all hosts. If at most `parallel` trials of `ranks`
     /// ranks run at the same time, each rank has its own cores, unless a host has fewer cores than ranks.
     pub(super) fn threads(&self, parallel: usize, ranks: usize) -> usize {
-        let of_host = |host: &TrialHost| host.cores / (host.places.len().min(parallel).max(1) * ranks);
+        let of_host = |host: &TrialHost| host.cores / (host.slot_groups.len().min(parallel).max(1) * ranks);
         self.0.iter().map(of_host).min().unwrap_or(1).max(1)
     }
 
-    /// Takes a free place: on the host with this name if possible, else on the host with the most free places.
-    pub(super) fn take(&mut self, preferred: Option<&str>) -> Option<TakenPlace> {
+    /// Acquires a free group of slots: on the host with this name if possible, else on the host with the most free
+    /// groups.
+    pub(super) fn acquire(&mut self, preferred: Option<&str>) -> Option<SlotLease> {
         let free = |host: &TrialHost| match host.is_lost {
             true => 0,
-            false => host.places.iter().filter(|place| !place.is_taken).count(),
+            false => host.slot_groups.iter().filter(|group| !group.is_taken).count(),
         };
         let is_preferred = |host: &TrialHost| preferred.is_some() && host.name.as_deref() == preferred;
         let numbered = self.0.iter().enumerate().filter(|(_, host)| free(host) > 0);
         let (host, _) = numbered.max_by_key(|(at, host)| (is_preferred(host), free(host), usize::MAX - at))?;
-        let place = self.0[host].places.iter().position(|place| !place.is_taken)?;
-        self.0[host].places[place].is_taken = true;
-        Some(TakenPlace { host, place })
+        let group = self.0[host].slot_groups.iter().position(|group| !group.is_taken)?;
+        self.0[host].slot_groups[group].is_taken = true;
+        Some(SlotLease { host, group })
     }
 
-    /// Frees a place.
-    pub(super) fn free(&mut self, taken: TakenPlace) {
-        self.0[taken.host].places[taken.place].is_taken = false;
+    /// Releases the slots of a trial.
+    pub(super) fn release(&mut self, lease: SlotLease) {
+        self.0[lease.host].slot_groups[lease.group].is_taken = false;
     }
 
-    /// Records that the host of a place is lost. Returns the host's name if the loss was not known before.
-    pub(super) fn lose(&mut self, taken: TakenPlace) -> Option<&str> {
-        let host = &mut self.0[taken.host];
+    /// Records that the host of these slots is lost. Returns the host's name if the loss was not known before.
+    pub(super) fn mark_lost(&mut self, lease: SlotLease) -> Option<&str> {
+        let host = &mut self.0[lease.host];
         let is_new = !std::mem::replace(&mut host.is_lost, true);
         host.name.as_deref().filter(|_| is_new)
     }
@@ -171,20 +172,20 @@ impl TrialHosts {
         self.0.iter().all(|host| host.is_lost)
     }
 
-    /// Returns the name of the host of a place, if there is a hostfile.
-    pub(super) fn name(&self, taken: TakenPlace) -> Option<&str> {
-        self.0[taken.host].name.as_deref()
+    /// Returns the name of the host of these slots, if there is a hostfile.
+    pub(super) fn name(&self, lease: SlotLease) -> Option<&str> {
+        self.0[lease.host].name.as_deref()
     }
 
-    /// Returns the name of the host of a place if it is another host.
-    pub(super) fn other(&self, taken: TakenPlace) -> Option<&str> {
-        let host = &self.0[taken.host];
+    /// Returns the name of the host of these slots if it is another host.
+    pub(super) fn remote_name(&self, lease: SlotLease) -> Option<&str> {
+        let host = &self.0[lease.host];
         host.name.as_deref().filter(|_| !host.is_here)
     }
 
-    /// Returns the slots of a place, if there is a hostfile.
-    pub(super) fn devices(&self, taken: TakenPlace) -> Option<&str> {
-        self.0[taken.host].places[taken.place].devices.as_deref()
+    /// Returns the slots, separated by commas, if there is a hostfile.
+    pub(super) fn devices(&self, lease: SlotLease) -> Option<&str> {
+        self.0[lease.host].slot_groups[lease.group].devices.as_deref()
     }
 }
 
@@ -208,39 +209,39 @@ mod tests {
     fn slots_and_memory_give_the_places_of_a_host() {
         let hosts = [("a", 5), ("b", 2), ("c", 1)].map(|(name, slots)| HostSlots::with_slots(name, slots));
         let capacities = [HERE, OTHER, OTHER];
-        let (all, left_out) = TrialHosts::of(&definition(2), &hosts, &capacities, None).unwrap();
-        assert_eq!(all.place_count(), 3);
+        let (all, left_out) = TrialHosts::from_hostfile(&definition(2), &hosts, &capacities, None).unwrap();
+        assert_eq!(all.max_trials(), 3);
         insta::assert_snapshot!(left_out.join("\n"), @"host c is not used: a trial has 2 ranks, and the host has 1 slot");
         // Host a has memory for one trial, and that of host b is unknown.
-        let (some, _) = TrialHosts::of(&definition(2), &hosts, &capacities, Some(51)).unwrap();
-        assert_eq!(some.place_count(), 2);
+        let (some, _) = TrialHosts::from_hostfile(&definition(2), &hosts, &capacities, Some(51)).unwrap();
+        assert_eq!(some.max_trials(), 2);
         // The ranks of both trials on host a and of the trial on host b have two cores each.
         assert_eq!((all.threads(3, 2), some.threads(2, 2), all.threads(1, 2)), (2, 2, 2));
-        let refused = TrialHosts::of(&definition(2), &hosts[..1], &capacities, Some(101)).unwrap_err();
+        let refused = TrialHosts::from_hostfile(&definition(2), &hosts[..1], &capacities, Some(101)).unwrap_err();
         insta::assert_snapshot!(refused, @"x: no host in the hostfile has room for a trial (host a is not used: a trial needs 101 B of memory, and the host has 100 B); give other hosts, or a smaller value of memory");
     }
 
     #[test]
     fn a_trial_takes_a_place_on_its_last_host_or_on_the_emptiest_one() {
         let hosts = [("a", 2), ("b", 4)].map(|(name, slots)| HostSlots::with_slots(name, slots));
-        let (mut hosts, _) = TrialHosts::of(&definition(2), &hosts, &[HERE, OTHER], None).unwrap();
-        let take = |hosts: &mut TrialHosts, preferred| {
-            let place = hosts.take(preferred)?;
-            Some((place, format!("{} {}", hosts.name(place).unwrap(), hosts.devices(place).unwrap())))
+        let (mut hosts, _) = TrialHosts::from_hostfile(&definition(2), &hosts, &[HERE, OTHER], None).unwrap();
+        let acquire = |hosts: &mut TrialHosts, preferred| {
+            let lease = hosts.acquire(preferred)?;
+            Some((lease, format!("{} {}", hosts.name(lease).unwrap(), hosts.devices(lease).unwrap())))
         };
-        let (first, text) = take(&mut hosts, None).unwrap();
-        assert_eq!((text.as_str(), hosts.other(first)), ("b 0,1", Some("b")));
-        let (second, text) = take(&mut hosts, Some("a")).unwrap();
-        assert_eq!((text.as_str(), hosts.other(second)), ("a 0,1", None));
-        let (_, text) = take(&mut hosts, Some("a")).unwrap();
-        assert_eq!(text, "b 2,3", "host a has no free place");
-        assert_eq!(take(&mut hosts, None), None);
-        hosts.free(first);
-        assert_eq!(hosts.lose(first), Some("b"));
+        let (first, text) = acquire(&mut hosts, None).unwrap();
+        assert_eq!((text.as_str(), hosts.remote_name(first)), ("b 0,1", Some("b")));
+        let (second, text) = acquire(&mut hosts, Some("a")).unwrap();
+        assert_eq!((text.as_str(), hosts.remote_name(second)), ("a 0,1", None));
+        let (_, text) = acquire(&mut hosts, Some("a")).unwrap();
+        assert_eq!(text, "b 2,3", "host a has no free slots");
+        assert_eq!(acquire(&mut hosts, None), None);
+        hosts.release(first);
+        assert_eq!(hosts.mark_lost(first), Some("b"));
         assert!(!hosts.are_lost());
-        assert_eq!(hosts.lose(first), None);
-        assert_eq!(hosts.take(Some("b")), None);
-        hosts.lose(second);
+        assert_eq!(hosts.mark_lost(first), None);
+        assert_eq!(hosts.acquire(Some("b")), None);
+        hosts.mark_lost(second);
         assert!(hosts.are_lost());
     }
 }

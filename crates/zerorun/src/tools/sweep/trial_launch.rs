@@ -8,7 +8,7 @@
 use super::trial_results::TrialResultReader;
 use crate::error::{Error, LaunchError, Result};
 use crate::launch::hosts::world_info::DEVICES;
-use crate::tools::trial_subprocess::as_trial;
+use crate::tools::trial_subprocess::configure_trial;
 use candle_zero::files::lacks_locks;
 use candle_zero::stop_signal::STOP_AT;
 use candle_zero::sweep::SweepJob;
@@ -32,7 +32,7 @@ pub(super) fn launch(
     devices: Option<&str>,
 ) -> Result<Option<Child>> {
     let Some(lock) = lock(&results.folder.trial(job.trial).join("running"))? else { return Ok(None) };
-    as_trial(&mut command, &results.log(job))?;
+    configure_trial(&mut command, &results.log(job))?;
     if job.to < results.steps {
         command.env(STOP_AT, job.to.to_string());
     }

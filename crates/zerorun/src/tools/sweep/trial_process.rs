@@ -1,7 +1,7 @@
 //! The processes of trials that this sweep has started, on this host and on others.
 
 use super::remote_trial::RemoteTrial;
-use super::trial_results::{ProcessEnd, TrialResultReader};
+use super::trial_results::{ProcessOutcome, TrialResultReader};
 use crate::error::{Error, LaunchError, Result};
 use candle_zero::sweep::SweepJob;
 use rustix::process::{Pid, Signal, kill_process};
@@ -28,13 +28,13 @@ pub(super) enum TrialStartOutcome {
 
 impl TrialProcess {
     /// Returns how the process ended, or `None` if it is still running.
-    pub(super) fn end(&mut self, results: &TrialResultReader, job: &SweepJob) -> Result<Option<ProcessEnd>> {
+    pub(super) fn end(&mut self, results: &TrialResultReader, job: &SweepJob) -> Result<Option<ProcessOutcome>> {
         match self {
             Self::Here(child) => {
                 let status = child
                     .try_wait()
                     .map_err(|source| Error::from(LaunchError::Setup { what: "waiting for a trial", source }))?;
-                status.map(|status| results.end(job, status).map(ProcessEnd::Job)).transpose()
+                status.map(|status| results.end(job, status).map(ProcessOutcome::Job)).transpose()
             }
             Self::There(remote) => remote.end(),
         }

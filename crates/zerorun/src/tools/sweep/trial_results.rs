@@ -4,7 +4,7 @@ use super::folder::SweepFolder;
 use super::journal::JobResult;
 use crate::error::Result;
 use crate::launch::signals::name;
-use crate::tools::failure_reason::last_words;
+use crate::tools::failure_reason::failure_reason;
 use candle_zero::checkpoint::newest_checkpoint;
 use candle_zero::runs::{RecordedRun, RunsFolder};
 use candle_zero::sweep::SweepJob;
@@ -15,7 +15,7 @@ use std::process::ExitStatus;
 
 /// The outcome of a job.
 #[derive(Debug)]
-pub(super) enum JobEnd {
+pub(super) enum JobOutcome {
     /// The job reached its last step, or the trial has failed.
     Result(JobResult),
     /// A signal ended the job before its last step. The value is the name of the signal.
@@ -27,8 +27,8 @@ pub(super) enum JobEnd {
 
 /// The outcome of the process of a job.
 #[derive(Debug)]
-pub(super) enum ProcessEnd {
-    Job(JobEnd),
+pub(super) enum ProcessOutcome {
+    Job(JobOutcome),
     /// Another process is still training the trial.
     Busy,
     /// The host was lost, for this reason.
@@ -62,7 +62,7 @@ impl TrialResultReader {
     }
 
     /// Returns how a job ended, after its launcher has exited.
-    pub(super) fn end(&self, job: &SweepJob, status: ExitStatus) -> Result<JobEnd> {
+    pub(super) fn end(&self, job: &SweepJob, status: ExitStatus) -> Result<JobOutcome> {
         // If a signal has killed a process, the launcher exits with 128 plus the number of the signal, as shells do.
         const SIGNAL_CODES: i32 = 128;
         const MAX_SIGNAL: i32 = 64;
@@ -70,11 +70,11 @@ impl TrialResultReader {
             status.code().map(|code| code - SIGNAL_CODES).filter(|number| (1..=MAX_SIGNAL).contains(number));
         let signal = status.signal().or(code_signal);
         if let Some(signal) = signal {
-            return Ok(JobEnd::Killed(name(signal)));
+            return Ok(JobOutcome::Killed(name(signal)));
         }
         if !status.success() {
-            let why = last_words(&self.log(job));
-            return Ok(JobEnd::Result(Err(why.strip_prefix("zerorun: ").unwrap_or(&why).to_owned())));
+            let why = failure_reason(&self.log(job));
+            return Ok(JobOutcome::Result(Err(why.strip_prefix("zerorun: ").unwrap_or(&why).to_owned())));
         }
         let recorded = self.record_of(job)?;
         let reached = if job.to < self.steps { self.saved_step(job.trial) } else { recorded.steps };
@@ -90,11 +90,11 @@ impl TrialResultReader {
                     counted(job.to, "step")
                 ),
             };
-            return Ok(JobEnd::Result(Err(why)));
+            return Ok(JobOutcome::Result(Err(why)));
         }
         Ok(match recorded.value {
-            Some(value) => JobEnd::Result(Ok(value)),
-            None => JobEnd::NoMetric(recorded.names),
+            Some(value) => JobOutcome::Result(Ok(value)),
+            None => JobOutcome::NoMetric(recorded.names),
         })
     }
 

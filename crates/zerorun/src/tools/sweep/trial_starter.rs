@@ -9,7 +9,7 @@ use super::trial_process::{TrialProcess, TrialStartOutcome};
 use super::trial_results::TrialResultReader;
 use crate::error::{Error, Result};
 use crate::launch::remote_shell::as_text;
-use crate::tools::trial_subprocess::write_whole;
+use crate::tools::trial_subprocess::write_atomically;
 use candle_zero::checkpoint::list_checkpoints;
 use candle_zero::files::AtomicFolder;
 use candle_zero::sweep::{SweepJob, SweepTrial};
@@ -41,7 +41,7 @@ pub(super) struct TrialStarter {
 
 impl TrialStarter {
     /// Returns the files and folders of a trial.
-    pub(super) fn places(&self, trial: &SweepTrial) -> TrialPaths {
+    pub(super) fn paths(&self, trial: &SweepTrial) -> TrialPaths {
         let folder = self.results.folder.trial(trial.number);
         TrialPaths {
             ds_config: folder.join("ds_config.json"),
@@ -54,12 +54,12 @@ impl TrialStarter {
     /// Writes what a trial needs before its first job: its configuration, and the checkpoint that it branches from.
     /// Existing files are left unchanged.
     pub(super) fn prepare(&self, trial: &SweepTrial) -> Result<()> {
-        let paths = self.places(trial);
+        let paths = self.paths(trial);
         create(&paths.folder)?;
         if let Some(config) = self.template.configuration_of(&trial.parameters)
             && !paths.ds_config.exists()
         {
-            write_whole(&paths.ds_config, &format!("{config:#}\n"))?;
+            write_atomically(&paths.ds_config, &format!("{config:#}\n"))?;
         }
         let checkpoints = self.results.checkpoints(trial.number);
         let Some(branch) = trial.branch.filter(|_| !checkpoints.exists()) else { return Ok(()) };
@@ -80,7 +80,7 @@ impl TrialStarter {
             return Err(Error::Io { action: "branch from", path: donor, source });
         };
         let copy = || -> std::io::Result<()> {
-            let new = AtomicFolder::beside(&checkpoints)?;
+            let new = AtomicFolder::create_for(&checkpoints)?;
             copy_folder(&donor.join(&tag), &new.path().join(&tag))?;
             let latest = new.path().join("latest");
             std::fs::write(&latest, &tag)?;
@@ -99,7 +99,7 @@ impl TrialStarter {
         host: Option<&str>,
         devices: Option<&str>,
     ) -> Result<TrialStartOutcome> {
-        let words = self.template.words_of(&trial.parameters, &self.places(trial));
+        let words = self.template.words_of(&trial.parameters, &self.paths(trial));
         if let Some(host) = host {
             let words = words.iter().map(|word| as_text(word)).collect::<Result<_>>()?;
             let request = TrainRequest {

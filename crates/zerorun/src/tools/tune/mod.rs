@@ -19,12 +19,12 @@ use crate::launch;
 use crate::launch::console::{CommandLineError, EXIT_SETUP, eprint, print, refused};
 use crate::launch::script_target;
 use crate::tools::script_arguments::take;
-use crate::tools::trial_subprocess::write_whole;
+use crate::tools::trial_subprocess::write_atomically;
 use candle_zero::config::{Config, RunValues};
 use candle_zero::estimate::{Estimate, Shapes};
 use candle_zero::files::{InputKind, InputOutputPaths, OutputDigests, OutputKind, OutputLocks, folder_of};
 use candle_zero::offload::available_memory;
-use candle_zero::util::{binary, counted};
+use candle_zero::util::{counted, format_bytes};
 use clap::Parser;
 use results_file::{TrialRow, TuneResultsFile};
 use search_space::{SearchSpace, TuneCandidate};
@@ -202,7 +202,7 @@ impl TuneSearch {
         let trial = TrialRunner {
             program,
             args,
-            at: file.0,
+            insert_index: file.0,
             ranks,
             folder: settings.exps_dir.clone().unwrap_or_else(|| results.join("experiments")),
             first_measured: settings.first_measured,
@@ -229,12 +229,12 @@ impl TuneSearch {
     }
 
     fn run(mut self) -> Result<ExitCode> {
-        self.settings.unused.iter().for_each(|note| eprint(&format!("zerorun: autotuning.{note}")));
+        self.settings.unused_key_notes.iter().for_each(|note| eprint(&format!("zerorun: autotuning.{note}")));
         eprint(&format!(
             "zerorun: each run has {} on {}, with at most {} of memory per rank",
             counted(self.trial.steps, "step"),
             counted(self.ranks, "rank"),
-            binary(self.memory_limit)
+            format_bytes(self.memory_limit)
         ));
         let continues = self.search_batches()?;
         if continues && !self.settings.fast {
@@ -254,7 +254,7 @@ impl TuneSearch {
         let name = self.out.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let recorded = self.output_digests.begin_file(BEST_FILE_KEY, &name, text.as_bytes());
         recorded.map_err(|source| Error::Io { action: "write to", path: self.out.clone(), source })?;
-        write_whole(&self.out, &text)?;
+        write_atomically(&self.out, &text)?;
         let mut text = format!("\nfastest: {best}");
         let config = self.space.load(&config)?;
         if let Some(original) = self.space.original_batch(&config) {
@@ -303,14 +303,14 @@ impl TuneSearch {
                         outcome
                     }
                 };
-                let outcome = outcome.within(self.memory_limit);
+                let outcome = outcome.apply_memory_limit(self.memory_limit);
                 eprint(&format!("zerorun: repeated run of {candidate}: {outcome}"));
                 runs.push(outcome);
             }
         }
         for (row, runs) in self.rows.iter_mut().zip(runs).filter(|(_, runs)| runs.len() > 1) {
             if let Some(runs) = RepeatedTrials::of(&runs) {
-                row.outcome = runs.middle.clone();
+                row.outcome = runs.median.clone();
                 row.runs = Some(runs);
             }
         }
@@ -335,8 +335,8 @@ impl TuneSearch {
     /// Searches stages, offload and micro batches. Returns false if the search ends early.
     fn search_batches(&mut self) -> Result<bool> {
         let mut without_gain = 0;
-        for sizes in self.space.ladders() {
-            for candidate in sizes {
+        for group in self.space.candidate_groups() {
+            for candidate in group {
                 let previous_best = self.best();
                 let outcome = self.try_out(&candidate)?;
                 // Before the first successful run, there is nothing to improve on.
@@ -380,7 +380,7 @@ impl TuneSearch {
                 let reason = error.to_string().lines().collect::<Vec<_>>().join(" ");
                 TrialOutcome::NotRun { reason }
             }
-            (Ok(_), Some(needs)) => TrialOutcome::TooLarge { needs },
+            (Ok(_), Some(needed_bytes)) => TrialOutcome::TooLarge { needed_bytes },
             (Ok(resolved), None) => {
                 let id = self.trial.id(&config);
                 match self.record.find(&id) {
@@ -396,7 +396,7 @@ impl TuneSearch {
                 }
             }
         };
-        let outcome = outcome.within(self.memory_limit);
+        let outcome = outcome.apply_memory_limit(self.memory_limit);
         eprint(&format!("zerorun: {candidate}: {outcome}"));
         let batch = |config: &Config| self.space.original_batch(config).map(|_| config.batch.train_batch_size);
         let other_batch = resolved.as_ref().ok().and_then(batch);
@@ -415,7 +415,7 @@ impl TuneSearch {
     }
 
     fn best(&self) -> Option<TuneCandidate> {
-        let successful = self.rows.iter().filter(|row| row.outcome.is_well());
+        let successful = self.rows.iter().filter(|row| row.outcome.is_success());
         let best = successful.min_by(|a, b| self.settings.metric.order(&a.outcome, &b.outcome))?;
         Some(best.candidate.clone())
     }

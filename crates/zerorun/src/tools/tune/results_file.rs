@@ -3,7 +3,7 @@
 use super::search_space::TuneCandidate;
 use super::trial_outcome::{RepeatedTrials, TrialOutcome};
 use crate::error::{Error, OutputError, Result, ToolError};
-use crate::tools::trial_subprocess::write_whole;
+use crate::tools::trial_subprocess::write_atomically;
 use candle_zero::util::counted;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
@@ -90,7 +90,7 @@ impl TuneResultsFile {
     /// Returns the recorded outcome of an experiment if it succeeded. Otherwise, the experiment is run again: it may
     /// have needed more time, more memory or a correction.
     pub(super) fn find(&self, id: &str) -> Option<TrialOutcome> {
-        let mut finished = self.lines.iter().filter(|line| line.outcome.is_well());
+        let mut finished = self.lines.iter().filter(|line| line.outcome.is_success());
         finished.find(|line| line.id == id).map(|line| line.outcome.clone())
     }
 
@@ -104,7 +104,7 @@ impl TuneResultsFile {
                 serde_json::to_string(line).unwrap_or_else(|e| unreachable!("strings and numbers are valid JSON: {e}"));
             _ = writeln!(text, "{json}");
         }
-        write_whole(&self.path, &text)
+        write_atomically(&self.path, &text)
     }
 }
 
@@ -113,7 +113,7 @@ pub(super) fn table(rows: &[TrialRow]) -> String {
     let names: Vec<String> = rows.iter().map(|row| row.candidate.to_string()).collect();
     let width = names.iter().map(String::len).max().unwrap_or(0);
     let lines = rows.iter().zip(&names).map(|(row, name)| {
-        let batch = row.other_batch.filter(|_| row.outcome.is_well());
+        let batch = row.other_batch.filter(|_| row.outcome.is_success());
         let batch = batch.map_or(String::new(), |samples| format!(", train batch {samples}"));
         let runs = row
             .runs

@@ -115,11 +115,11 @@ impl SearchSpace {
     }
 
     /// Returns the candidates for each stage and offload, with the micro batches in ascending order.
-    pub(super) fn ladders(&self) -> Vec<Vec<TuneCandidate>> {
+    pub(super) fn candidate_groups(&self) -> Vec<Vec<TuneCandidate>> {
         let mut sizes = self.micro_batches.clone();
         sizes.sort_unstable();
         sizes.dedup();
-        let mut ladders = Vec::new();
+        let mut groups = Vec::new();
         for stage in &self.stages {
             for offload in self.offloads(*stage) {
                 let candidate = |size: &usize| {
@@ -133,10 +133,10 @@ impl SearchSpace {
                     changes.0.extend(offload.clone());
                     changes
                 };
-                ladders.push(sizes.iter().map(candidate).collect());
+                groups.push(sizes.iter().map(candidate).collect());
             }
         }
-        ladders
+        groups
     }
 
     /// Returns the offload settings to try at a stage. Without an offload folder, only those of the original are tried;
@@ -243,10 +243,10 @@ mod tests {
     #[test]
     fn a_batch_that_is_named_stays_and_every_other_key_too() {
         let space = space(original(), vec![], None).unwrap();
-        let names: Vec<String> = space.ladders().concat().iter().map(TuneCandidate::to_string).collect();
+        let names: Vec<String> = space.candidate_groups().concat().iter().map(TuneCandidate::to_string).collect();
         assert_eq!(names[..3], ["stage 0, micro batch 1", "stage 0, micro batch 2", "stage 0, micro batch 4"]);
         assert_eq!(names.len(), 6);
-        let config = space.config(&space.ladders()[1][2]);
+        let config = space.config(&space.candidate_groups()[1][2]);
         assert_eq!(
             config,
             json!({
@@ -263,7 +263,7 @@ mod tests {
             let original = json!({"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "allgather_size": bucket,
                                   "zero_optimization": zero});
             let space = space(original, vec![1], Some("/disk")).unwrap();
-            let config = space.config(&space.ladders()[2][0]);
+            let config = space.config(&space.candidate_groups()[2][0]);
             assert_eq!(config["zero_optimization"]["stage"], 3);
             assert_eq!(config["zero_optimization"]["allgather_bucket_size"], expected);
             assert!(config["allgather_size"].is_null());
@@ -272,7 +272,7 @@ mod tests {
         let mut original = original();
         original["zero_optimization"] = json!({"stage": 3, "cpu_offload": true, "cpu_offload_param": false});
         let space = space(original, vec![1], Some("/disk")).unwrap();
-        for candidate in space.ladders().concat() {
+        for candidate in space.candidate_groups().concat() {
             space.load(&space.config(&candidate)).unwrap();
         }
     }
@@ -283,7 +283,7 @@ mod tests {
         original["train_batch_size"] = json!(16.0);
         original["zero_optimization"]["reduce_bucket_size"] = json!("auto");
         let space = space(original, vec![], None).unwrap();
-        let config = space.load(&space.config(&space.ladders()[0][2])).unwrap();
+        let config = space.load(&space.config(&space.candidate_groups()[0][2])).unwrap();
         assert_eq!((config.batch.train_batch_size, space.original_batch(&config)), (16, None));
         assert_eq!(config.to_deepspeed_json()["zero_optimization"]["reduce_bucket_size"], 64 * 64);
     }
@@ -298,7 +298,7 @@ mod tests {
     #[test]
     fn a_folder_brings_offload_into_the_search() {
         let space = space(original(), vec![1], Some("/disk")).unwrap();
-        let names: Vec<String> = space.ladders().concat().iter().map(TuneCandidate::to_string).collect();
+        let names: Vec<String> = space.candidate_groups().concat().iter().map(TuneCandidate::to_string).collect();
         assert_eq!(
             names,
             [
@@ -308,14 +308,14 @@ mod tests {
                 "stage 3, micro batch 1, optimizer and parameters in files",
             ]
         );
-        let config = space.config(&space.ladders()[2][0]);
+        let config = space.config(&space.candidate_groups()[2][0]);
         assert_eq!(config["zero_optimization"]["offload_optimizer"], json!({"device": "nvme", "nvme_path": "/disk"}));
     }
 
     #[test]
     fn the_keys_of_the_best_are_varied_one_after_the_other() {
         let space = space(original(), vec![1], None).unwrap();
-        let best = space.ladders()[0][0].clone();
+        let best = space.candidate_groups()[0][0].clone();
         let values = space.variations(&best, 0).unwrap();
         // 5e7 is the current value.
         assert_eq!(

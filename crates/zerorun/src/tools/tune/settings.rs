@@ -53,7 +53,7 @@ pub(super) struct TuneSettings {
     pub(super) micro_batch: (Option<usize>, usize),
     pub(super) micro_batches: usize,
     /// The notes about keys that have no effect.
-    pub(super) unused: Vec<String>,
+    pub(super) unused_key_notes: Vec<String>,
 }
 
 impl TuneSettings {
@@ -87,7 +87,7 @@ impl TuneSettings {
                 count("max_train_micro_batch_size_per_gpu")?.unwrap_or(1024),
             ),
             micro_batches: count("num_tuning_micro_batch_sizes")?.unwrap_or(3),
-            unused: section.unused(),
+            unused_key_notes: section.unused_key_notes(),
         })
     }
 }
@@ -188,7 +188,7 @@ impl AutotuningSection<'_> {
     }
 
     /// Returns the notes about keys that have no effect.
-    fn unused(&self) -> Vec<String> {
+    fn unused_key_notes(&self) -> Vec<String> {
         let is_set = |key: &str| !matches!(&self.0[key], Value::Null) && self.0[key] != "gridsearch";
         let unused = INEFFECTIVE_KEYS.iter().filter(|(key, _)| is_set(key));
         let known_keys = || EFFECTIVE_KEYS.into_iter().chain(INEFFECTIVE_KEYS.map(|(key, _)| key));
@@ -231,7 +231,7 @@ mod tests {
         let settings = TuneSettings::read(&section, None, false).unwrap();
         assert_eq!((settings.fast, settings.metric), (true, TuneMetric::Latency));
         assert_eq!((settings.first_measured, settings.steps, settings.early_stopping), (4, 9, Some(3)));
-        assert_eq!((settings.micro_batch, settings.unused.len()), ((None, 16), 1));
+        assert_eq!((settings.micro_batch, settings.unused_key_notes.len()), ((None, 16), 1));
         assert_eq!(settings.mappings, [("train_micro_batch_size_per_gpu".to_string(), "--batch".to_string())]);
         let settings = TuneSettings::read(&section, Some(3), false).unwrap();
         assert_eq!((settings.first_measured, settings.steps), (3, 3));
@@ -259,8 +259,9 @@ mod tests {
         let section = json!({"autotuning": {"end_profile_step": 7.0, "tuner_early_stoping": 3, "_note": "", "zzz": 1}});
         let settings = TuneSettings::read(&section, None, false).unwrap();
         assert_eq!((settings.steps, settings.early_stopping), (7, None));
-        assert!(settings.unused[0].contains("did you mean `tuner_early_stopping`?"), "{:?}", settings.unused);
-        assert!(settings.unused[1].contains("zzz: not a key of the section, and none"), "{:?}", settings.unused);
+        let notes = settings.unused_key_notes;
+        assert!(notes[0].contains("did you mean `tuner_early_stopping`?"), "{notes:?}");
+        assert!(notes[1].contains("zzz: not a key of the section, and none"), "{notes:?}");
         let section = json!({"autotuning": {"arg_mappings": {"train_micro": "--batch"}}});
         let settings = TuneSettings::read(&section, None, false).unwrap();
         let error = settings.check_mappings(&section, &json!({"train_micro_batch_size_per_gpu": 1})).unwrap_err();

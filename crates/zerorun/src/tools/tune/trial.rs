@@ -3,9 +3,9 @@
 use super::trial_outcome::TrialOutcome;
 use crate::error::{Error, LaunchError, Result, ToolError};
 use crate::tools::config_values::get;
-use crate::tools::failure_reason::last_words;
+use crate::tools::failure_reason::failure_reason;
 use crate::tools::script_arguments::{DS_CONFIG, take};
-use crate::tools::trial_subprocess::{as_trial, write_whole};
+use crate::tools::trial_subprocess::{configure_trial, write_atomically};
 use candle_zero::config::Config;
 use candle_zero::util::fnv1a;
 use rustix::process::Signal;
@@ -27,7 +27,7 @@ pub(super) struct TrialRunner {
     /// The script's arguments, without those that a trial adds.
     pub(super) args: Vec<OsString>,
     /// The index at which the trial's arguments are inserted.
-    pub(super) at: usize,
+    pub(super) insert_index: usize,
     pub(super) ranks: usize,
     /// The folder in which each experiment gets a subfolder.
     pub(super) folder: PathBuf,
@@ -76,7 +76,7 @@ impl TrialRunner {
         // The script may run in another folder.
         let folder = std::fs::canonicalize(&folder).map_err(io("find", &folder))?;
         let [file, metrics, log] = ["ds_config.json", "metrics.jsonl", "log.txt"].map(|name| folder.join(name));
-        write_whole(&file, &format!("{:#}\n", without_reporting(config)))?;
+        write_atomically(&file, &format!("{:#}\n", without_reporting(config)))?;
         // A stopped run may have left this file.
         _ = std::fs::remove_file(&metrics);
         let launcher = std::env::current_exe()
@@ -86,12 +86,12 @@ impl TrialRunner {
         command.args(["--num_ranks", &self.ranks.to_string(), "--runs", "off"]).arg(&self.program);
         command.args(self.arguments(&resolved.to_deepspeed_json(), &file, &metrics));
         command.stdin(Stdio::null());
-        as_trial(&mut command, &log)?;
+        configure_trial(&mut command, &log)?;
         let Some(status) = self.wait(&mut command)? else {
             return Ok(TrialOutcome::TimedOut { seconds: self.limit.as_secs() });
         };
         if !status.success() {
-            return Ok(failure_outcome(status, last_words(&log)));
+            return Ok(failure_outcome(status, failure_reason(&log)));
         }
         Ok(measured_outcome(&metrics, self.first_measured, resolved.batch.train_batch_size).unwrap_or_else(|| {
             let reason =
@@ -105,7 +105,7 @@ impl TrialRunner {
         let mut args = self.args.clone();
         let mut trial_args: Vec<OsString> = vec!["--ds_config".into(), file.into(), "--metrics".into(), metrics.into()];
         trial_args.extend(["--steps".into(), self.steps.to_string().into()]);
-        let mut at = self.at.min(args.len());
+        let mut at = self.insert_index.min(args.len());
         for (key, flag) in &self.mappings {
             let value = get(resolved, key);
             let old_len = args.len();
@@ -227,7 +227,7 @@ mod tests {
         let trial = TrialRunner {
             program: "/p".into(),
             args,
-            at: 1,
+            insert_index: 1,
             ranks: 1,
             folder: "/f".into(),
             first_measured: 2,
@@ -285,6 +285,6 @@ mod tests {
         write(&[line(1, None), line(2, None)]);
         assert_eq!(measured_outcome(&path, 1, 8), Some(ran(2000.0, "samples")));
         assert_eq!(measured_outcome(&path, 9, 8), None);
-        assert_eq!(ran(1.0, "tokens").within(101), TrialOutcome::OverLimit { memory_bytes: 102 });
+        assert_eq!(ran(1.0, "tokens").apply_memory_limit(101), TrialOutcome::OverLimit { memory_bytes: 102 });
     }
 }

@@ -1,6 +1,6 @@
 //! The outcomes of a candidate's run.
 
-use candle_zero::util::binary;
+use candle_zero::util::format_bytes;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -28,14 +28,17 @@ pub(super) enum TrialOutcome {
     /// The run took too long and was stopped.
     TimedOut { seconds: u64 },
     /// The run was skipped because the model's state alone does not fit.
-    TooLarge { needs: u64 },
+    TooLarge {
+        #[serde(rename = "needs")]
+        needed_bytes: u64,
+    },
     /// The run was skipped.
     NotRun { reason: String },
 }
 
 impl TrialOutcome {
     /// Applies a memory limit to the outcome.
-    pub(super) fn within(self, limit: u64) -> Self {
+    pub(super) fn apply_memory_limit(self, limit: u64) -> Self {
         match self {
             Self::Ran { memory_bytes: Some(memory_bytes), .. } if memory_bytes > limit => {
                 Self::OverLimit { memory_bytes }
@@ -44,7 +47,7 @@ impl TrialOutcome {
         }
     }
 
-    pub(super) fn is_well(&self) -> bool {
+    pub(super) fn is_success(&self) -> bool {
         matches!(self, Self::Ran { .. })
     }
 
@@ -62,7 +65,7 @@ impl TrialOutcome {
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct RepeatedTrials {
     /// The median run, with the largest memory use of all successful runs.
-    pub(super) middle: TrialOutcome,
+    pub(super) median: TrialOutcome,
     /// The difference between the best and the worst throughput, as a fraction of the median.
     pub(super) spread: f64,
     /// The number of successful runs.
@@ -76,13 +79,13 @@ impl RepeatedTrials {
             runs.iter().filter_map(|run| Some((run.throughput()?, run))).collect();
         successful.sort_by(|a, b| a.0.total_cmp(&b.0));
         let (slowest, fastest) = (successful.first()?.0, successful.last()?.0);
-        let (throughput, mut middle) =
+        let (throughput, mut median) =
             successful.get(successful.len() / 2).map(|(speed, run)| (*speed, (*run).clone()))?;
         let max_memory = successful.iter().filter_map(|(_, run)| run.memory()).max();
-        if let TrialOutcome::Ran { memory_bytes, .. } = &mut middle {
+        if let TrialOutcome::Ran { memory_bytes, .. } = &mut median {
             *memory_bytes = max_memory;
         }
-        Some(Self { middle, spread: (fastest - slowest) / throughput, count: successful.len() })
+        Some(Self { median, spread: (fastest - slowest) / throughput, count: successful.len() })
     }
 }
 
@@ -108,13 +111,14 @@ impl fmt::Display for TrialOutcome {
         match self {
             Self::Ran { throughput, unit, step_ms, memory_bytes } => {
                 write!(f, "{throughput:.0} {unit}/s, {step_ms:.1} ms a step")?;
-                memory_bytes.map_or(Ok(()), |bytes| write!(f, ", {}", binary(bytes)))
+                memory_bytes.map_or(Ok(()), |bytes| write!(f, ", {}", format_bytes(bytes)))
             }
-            Self::OverLimit { memory_bytes } => write!(f, "over the limit: it used {}", binary(*memory_bytes)),
+            Self::OverLimit { memory_bytes } => write!(f, "over the limit: it used {}", format_bytes(*memory_bytes)),
             Self::Failed { reason } | Self::OutOfMemory { reason } => write!(f, "failed: {reason}"),
             Self::TimedOut { seconds } => write!(f, "failed: it took longer than {seconds} s"),
-            Self::TooLarge { needs } => {
-                write!(f, "not run: according to the estimate, the model's state alone needs {}", binary(*needs))
+            Self::TooLarge { needed_bytes } => {
+                let needed = format_bytes(*needed_bytes);
+                write!(f, "not run: according to the estimate, the model's state alone needs {needed}")
             }
             Self::NotRun { reason } => write!(f, "not run: {reason}"),
         }
@@ -136,7 +140,7 @@ mod tests {
         };
         let failed = TrialOutcome::Failed { reason: "x".into() };
         let runs = RepeatedTrials::of(&[ran(100.0, 7), ran(80.0, 9), failed.clone(), ran(90.0, 8)]).unwrap();
-        assert_eq!((runs.middle, runs.count), (ran(90.0, 9), 3));
+        assert_eq!((runs.median, runs.count), (ran(90.0, 9), 3));
         assert!((runs.spread - 20.0 / 90.0).abs() < 1e-12);
         assert_eq!(RepeatedTrials::of(&[failed]), None);
         assert_eq!(RepeatedTrials::of(&[ran(5.0, 1)]).unwrap().spread, 0.0);

@@ -36,7 +36,7 @@ const PIPELINES: [ComparedJob; 3] =
 
 /// Returns the rows for a number of ranks. `layers` is the number of layers that can be divided among the ranks of a
 /// pipeline.
-pub(super) fn rows(ranks: usize, layers: usize) -> Vec<ComparedJob> {
+pub(super) fn job_rows(ranks: usize, layers: usize) -> Vec<ComparedJob> {
     let pipelines: &[ComparedJob] = if (2..=layers).contains(&ranks) { &PIPELINES } else { &[] };
     DATA_PARALLEL.iter().chain(pipelines).copied().collect()
 }
@@ -121,7 +121,7 @@ impl ComparedJob {
 
 /// Returns the configuration of a row, whose files are written to `folder`. The number of samples per step is the same
 /// in all rows.
-pub(super) fn config(row: ComparedJob, precision: VerifyDtype, ranks: usize, folder: &Path) -> Value {
+pub(super) fn row_config(row: ComparedJob, precision: VerifyDtype, ranks: usize, folder: &Path) -> Value {
     // Buckets and sub-groups are far smaller than the model, so that several of each are in use.
     let mut zero = json!({
         "stage": row.stage(), "reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000,
@@ -160,7 +160,7 @@ pub(super) const HEAD: &str = "precision  states in             losses          
                                memory  MiB files  bits of stage 0 or one rank";
 
 /// Formats a row as a line.
-pub(super) fn line(
+pub(super) fn format_row(
     row: ComparedJob,
     precision: VerifyDtype,
     logs: &[RankResults],
@@ -185,7 +185,7 @@ pub(super) fn line(
 }
 
 /// Returns a row as part of a JSON object.
-pub(super) fn json(
+pub(super) fn row_json(
     row: ComparedJob,
     precision: VerifyDtype,
     logs: &[RankResults],

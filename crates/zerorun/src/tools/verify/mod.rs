@@ -109,7 +109,7 @@ impl VerifyArguments {
         let mut own_ranks = OwnJobLauncher::new()?;
         let (mut printed, mut list) = (true, Vec::new());
         let mut first_difference = None;
-        let rows = compared_jobs::rows(self.ranks.into(), train::layers()?);
+        let rows = compared_jobs::job_rows(self.ranks.into(), train::layers()?);
         if !self.json {
             printed &= print(compared_jobs::HEAD);
         }
@@ -126,9 +126,9 @@ impl VerifyArguments {
                     _ => compare::first_difference(&reference, &logs),
                 };
                 if self.json {
-                    list.push(compared_jobs::json(row, precision, &logs, difference.as_ref()));
+                    list.push(compared_jobs::row_json(row, precision, &logs, difference.as_ref()));
                 } else {
-                    printed &= print(compared_jobs::line(row, precision, &logs, difference.as_ref()));
+                    printed &= print(compared_jobs::format_row(row, precision, &logs, difference.as_ref()));
                 }
                 if let (Some(difference), None) = (difference, &first_difference) {
                     first_difference = Some((row, precision, difference));
@@ -154,7 +154,7 @@ impl VerifyArguments {
     ) -> Result<Vec<RankResults>, OwnJobStop> {
         let wrong = |source| Error::Io { action: "write", path: folder.to_owned(), source };
         std::fs::create_dir(folder).map_err(wrong)?;
-        let config = compared_jobs::config(row, precision, self.ranks.into(), folder).to_string();
+        let config = compared_jobs::row_config(row, precision, self.ranks.into(), folder).to_string();
         std::fs::write(folder.join(train::CONFIG), config).map_err(wrong)?;
         let (steps, ranks) = (self.steps.to_string(), row.ranks(self.ranks.into()));
         let mut args: Vec<OsString> = ["verify", "--steps", &steps, "--rank_of"].map(Into::into).into();

@@ -20,7 +20,7 @@ use crate::launch::console::{EXIT_SETUP, eprint, print, refused};
 use crate::launch::core_binding::CoreBinding;
 use crate::launch::hosts::core_list::CoreList;
 use candle_zero::files::{
-    AtomicFile, InputOutputPaths, OutputKind, OutputLocks, ScratchFolder, folder_of, only_earlier,
+    AtomicFile, InputOutputPaths, OutputKind, OutputLocks, ScratchFolder, check_replaceable, folder_of,
 };
 use candle_zero::util::counted;
 use clap::{Args, ValueEnum};
@@ -233,15 +233,15 @@ fn claim_picture(path: &Path) -> Result<OutputLocks> {
     };
     let folder = folder_of(path);
     tempfile::tempfile_in(folder).map_err(failed("write to", folder))?;
-    only_earlier(path, picture::BEGIN.as_bytes(), "picture of `zerorun bench scaling`")
+    check_replaceable(path, picture::BEGIN.as_bytes(), "picture of `zerorun bench scaling`")
         .map_err(failed("write", path))?;
     Ok(claims)
 }
 
 fn write_picture(path: &Path, svg: &str) -> Result<()> {
     let write = || {
-        only_earlier(path, picture::BEGIN.as_bytes(), "picture of `zerorun bench scaling`")?;
-        let mut file = AtomicFile::beside(path)?;
+        check_replaceable(path, picture::BEGIN.as_bytes(), "picture of `zerorun bench scaling`")?;
+        let mut file = AtomicFile::create_for(path)?;
         file.file().write_all(svg.as_bytes())?;
         file.finish().map(drop)
     };

@@ -2,7 +2,7 @@
 
 use super::plan::{ScalingKind, ScalingPoint};
 use super::rank::RankMeasurement;
-use candle_zero::util::{binary, counted};
+use candle_zero::util::{counted, format_bytes};
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::fmt::Write as _;
@@ -123,7 +123,7 @@ impl ScalingSetting {
                 "stage", "ranks", "batch", "steps/s", "tokens/s", "efficiency", "sent by a rank/step"
             );
             for row in rows_of_kind {
-                let sent = binary(row.sent_bytes.round() as u64);
+                let sent = format_bytes(row.sent_bytes.round() as u64);
                 _ = writeln!(
                     text,
                     "{:>5}{:>7}{:>8}{:>12.2}{:>13.0}{:>11.1} %{:>22}",

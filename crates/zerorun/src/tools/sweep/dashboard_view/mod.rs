@@ -1,7 +1,7 @@
 //! The sweeps in a folder, as the dashboard shows them.
 //!
 //! ```text
-//!   folder -> SweepPlace, one for each sweep
+//!   folder -> SweepLocation, one for each sweep
 //!             SweepReading: sweep.json, journal.jsonl up to its last complete line -> JSON
 //! ```
 //!
@@ -15,7 +15,7 @@ mod trials;
 use super::definition::SweepDefinition;
 use super::folder::SweepFolder;
 use super::journal::{Journal, JournalEvent, ReplayedSweep};
-use crate::dashboard::{SweepPlace, SweepReader};
+use crate::dashboard::{SweepLocation, SweepReader};
 use crate::error::{Error, Result};
 use candle_zero::sweep::{ParameterDomain, Sweep, SweepGoal};
 use candle_zero::util::{counted, lock};
@@ -24,7 +24,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::SystemTime;
-use trials::{BestSoFar, ShownTrial};
+use trials::{BestSoFar, TrialView};
 
 /// The maximum number of trials that the page receives, the best first. Running trials beyond this number
 /// are sent, too.
@@ -58,43 +58,44 @@ fn name_of(path: &Path) -> String {
 }
 
 impl SweepReader for DashboardSweepReader {
-    fn places(&self) -> Vec<SweepPlace> {
-        let place = |folder: &SweepFolder, runs: Option<PathBuf>, prefix: String| SweepPlace {
+    fn locations(&self) -> Vec<SweepLocation> {
+        let location = |folder: &SweepFolder, runs: Option<PathBuf>, prefix: String| SweepLocation {
             name: name_of(folder.path()),
             folder: folder.path().to_owned(),
             runs,
             prefix,
         };
         if let Some(sweep) = sweep_in(&self.folder) {
-            return vec![place(&sweep, Some(sweep.runs()), String::new())];
+            return vec![location(&sweep, Some(sweep.runs()), String::new())];
         }
         if let Some(parent) = self.folder.parent().and_then(sweep_in)
             && parent.runs() == self.folder
         {
-            return vec![place(&parent, None, String::new())];
+            return vec![location(&parent, None, String::new())];
         }
         // A folder that cannot be read is reported with the list of runs.
         let entries = std::fs::read_dir(&self.folder).into_iter().flatten().flatten();
         let folders = entries.filter_map(|entry| sweep_in(&entry.path()));
-        let mut places: Vec<SweepPlace> =
-            folders.map(|folder| place(&folder, Some(folder.runs()), format!("{}/", name_of(folder.path())))).collect();
-        places.sort_by(|a, b| a.name.cmp(&b.name));
-        places
+        let mut locations: Vec<SweepLocation> = folders
+            .map(|folder| location(&folder, Some(folder.runs()), format!("{}/", name_of(folder.path()))))
+            .collect();
+        locations.sort_by(|a, b| a.name.cmp(&b.name));
+        locations
     }
 
-    fn read(&self, place: &SweepPlace) -> Result<Value> {
+    fn read(&self, location: &SweepLocation) -> Result<Value> {
         let mut readings = lock(&self.readings);
-        let folder = SweepFolder::at(&place.folder)?;
+        let folder = SweepFolder::at(&location.folder)?;
         let stamp = DefinitionStamp::of(&folder)?;
         let length = folder.journal().metadata().map_or(0, |journal| journal.len());
-        let cached = readings.remove(&place.folder).filter(|cached| cached.stamp == stamp && cached.bytes <= length);
+        let cached = readings.remove(&location.folder).filter(|cached| cached.stamp == stamp && cached.bytes <= length);
         let mut reading = match cached {
             Some(cached) => cached,
             None => SweepReading::begin(&folder, stamp)?,
         };
         reading.read_new_lines()?;
-        let json = reading.to_json(&place.name);
-        readings.insert(place.folder.clone(), reading);
+        let json = reading.to_json(&location.name);
+        readings.insert(location.folder.clone(), reading);
         Ok(json)
     }
 }
@@ -139,7 +140,7 @@ enum ReadTrials {
     /// All lines fit together, so everything is known.
     Replayed(Box<ReplayedSweep>),
     /// After a damaged line, only what single lines contain is known.
-    FromLines(BTreeMap<usize, ShownTrial>),
+    FromLines(BTreeMap<usize, TrialView>),
 }
 
 impl SweepReading {
@@ -183,7 +184,7 @@ impl SweepReading {
             self.record_damage(problem);
         }
         if let ReadTrials::FromLines(trials) = &mut self.trials {
-            ShownTrial::add(trials, &event, self.definition.settings.steps);
+            TrialView::add(trials, &event, self.definition.settings.steps);
         }
         self.best.add(&event);
     }
@@ -192,7 +193,7 @@ impl SweepReading {
         self.problems += 1;
         if let ReadTrials::Replayed(replayed) = &self.trials {
             let steps = self.definition.settings.steps;
-            let known = ShownTrial::all(replayed).into_iter().map(|trial| (trial.number, trial.settle(steps)));
+            let known = TrialView::all(replayed).into_iter().map(|trial| (trial.number, trial.settle(steps)));
             self.trials = ReadTrials::FromLines(known.collect());
         }
         if self.problem.is_none() {
@@ -207,11 +208,11 @@ impl SweepReading {
     fn to_json(&self, name: &str) -> Value {
         let settings = &self.definition.settings;
         let mut trials = match &self.trials {
-            ReadTrials::Replayed(replayed) => ShownTrial::all(replayed),
+            ReadTrials::Replayed(replayed) => TrialView::all(replayed),
             ReadTrials::FromLines(trials) => trials.values().cloned().collect(),
         };
         trials.sort_by(|a, b| a.order(b, settings.goal));
-        let count = |is: fn(&ShownTrial) -> bool| trials.iter().filter(|trial| is(trial)).count();
+        let count = |is: fn(&TrialView) -> bool| trials.iter().filter(|trial| is(trial)).count();
         let shown: Vec<Value> = trials
             .iter()
             .enumerate()
@@ -231,8 +232,8 @@ impl SweepReading {
             "parameters": settings.space.parameters().iter().map(|(name, domain)| axis(name, domain)).collect::<Vec<_>>(),
             "trial_count": self.trial_count,
             "begun": trials.len(),
-            "running": count(ShownTrial::is_running),
-            "failed": count(ShownTrial::has_failed),
+            "running": count(TrialView::is_running),
+            "failed": count(TrialView::has_failed),
             "best": trials.first().filter(|trial| trial.is_usable()).map(|trial| trial.number),
             "trials": shown,
             "best_so_far": self.best.to_json(),

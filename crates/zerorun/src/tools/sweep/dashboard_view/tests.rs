@@ -44,7 +44,7 @@ fn write_sweep(path: &Path) -> Sweep {
 }
 
 fn read(reader: &DashboardSweepReader) -> Value {
-    reader.read(&reader.places()[0]).unwrap()
+    reader.read(&reader.locations()[0]).unwrap()
 }
 
 fn trial(view: &Value, number: usize) -> Value {
@@ -159,20 +159,20 @@ fn a_damaged_line_is_named_and_does_not_hide_the_others() {
 fn a_sweep_is_found_from_its_folder_its_runs_and_the_folder_that_contains_it() {
     let dir = tempfile::tempdir().unwrap();
     let sweep_folder = dir.path().join("lr");
-    assert!(DashboardSweepReader::new(&sweep_folder).places().is_empty());
+    assert!(DashboardSweepReader::new(&sweep_folder).locations().is_empty());
     write_sweep(&sweep_folder);
     std::fs::create_dir(dir.path().join("other")).unwrap();
-    let place = |runs: Option<PathBuf>, prefix: &str| SweepPlace {
+    let location = |runs: Option<PathBuf>, prefix: &str| SweepLocation {
         name: "lr".into(),
         folder: sweep_folder.clone(),
         runs,
         prefix: prefix.into(),
     };
     let runs = sweep_folder.join("runs");
-    assert_eq!(DashboardSweepReader::new(&sweep_folder).places(), [place(Some(runs.clone()), "")]);
-    assert_eq!(DashboardSweepReader::new(&runs).places(), [place(None, "")]);
-    assert_eq!(DashboardSweepReader::new(dir.path()).places(), [place(Some(runs), "lr/")]);
-    assert!(DashboardSweepReader::new(&sweep_folder.join("trials")).places().is_empty());
+    assert_eq!(DashboardSweepReader::new(&sweep_folder).locations(), [location(Some(runs.clone()), "")]);
+    assert_eq!(DashboardSweepReader::new(&runs).locations(), [location(None, "")]);
+    assert_eq!(DashboardSweepReader::new(dir.path()).locations(), [location(Some(runs), "lr/")]);
+    assert!(DashboardSweepReader::new(&sweep_folder.join("trials")).locations().is_empty());
 }
 
 fn get(dashboard: &Dashboard, path: &str) -> (u16, String) {

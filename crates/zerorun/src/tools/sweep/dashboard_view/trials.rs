@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 
 /// A trial as the journal describes it.
 #[derive(Debug, Clone)]
-pub(super) struct ShownTrial {
+pub(super) struct TrialView {
     pub(super) number: usize,
     pub(super) state: TrialState,
     /// The values of its parameters, unless they are unknown because an earlier line of the journal is damaged.
@@ -24,7 +24,7 @@ pub(super) struct ShownTrial {
     pending: Option<JobResult>,
 }
 
-impl ShownTrial {
+impl TrialView {
     /// Returns the trials of a sweep that was replayed from its journal.
     pub(super) fn all(replayed: &ReplayedSweep) -> Vec<Self> {
         let is_running = |number: usize| replayed.order.running().any(|running| running == number);

@@ -6,7 +6,10 @@ use candle_core::{Result, Tensor};
 
 /// Returns the operands from which a result can be recomputed in the backward pass: the input, and copies of the
 /// parameters, because these may have been released by then. Returns `None` if no backward pass will need them.
-pub(super) fn kept_inputs<const N: usize>(inputs: &OpInputs<N>, operands: [&Tensor; N]) -> Result<Option<[Tensor; N]>> {
+pub(super) fn saved_inputs<const N: usize>(
+    inputs: &OpInputs<N>,
+    operands: [&Tensor; N],
+) -> Result<Option<[Tensor; N]>> {
     if !inputs.are_wanted() {
         return Ok(None);
     }
