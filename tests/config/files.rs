@@ -541,7 +541,7 @@ fn compression_between_hosts_only_is_true_or_false_and_noted_where_nothing_is_co
         assert_eq!(load(config.to_deepspeed_json()).zero, config.zero);
     }
     let idle = load_zero(json!({"stage": 3, key: true}), json!({"communication_data_type": "fp32"}));
-    insta::assert_snapshot!(notes(&idle), @"zero_optimization.compress_between_hosts_only: accepted, but has no effect here: it applies to zero_quantized_gradients, zero_quantized_weights at stage 3 and a 16-bit communication_data_type, and none load_zero these is set");
+    insta::assert_snapshot!(notes(&idle), @"zero_optimization.compress_between_hosts_only: accepted, but has no effect here: it applies to zero_quantized_gradients, zero_quantized_weights at stage 3 and a 16-bit communication_data_type, and none of these is set");
     for value in [json!(2), json!("between"), json!([])] {
         let refused = with(json!({"zero_optimization": {"stage": 3, key: value}}));
         let message = Config::load(refused, 1).unwrap_err().to_string();
@@ -574,7 +574,7 @@ fn classes_whose_gradients_may_travel_in_low_precision_are_those_that_are_known(
         notes(&load(with(json!({"torch_autocast": {"enabled": true, "lower_precision_safe_modules": classes}}))))
     };
     let all = ["torch.nn.Linear", "torch.nn.modules.conv.Conv2d", "candle_zero::nn::Conv1D"];
-    insta::assert_snapshot!(notes_for(&all), @"torch_autocast.lower_precision_safe_modules: accepted, but has no effect here: all gradients are communicated in communication_data_type, f32 by default; set it to bf16 for all notes_for them");
+    insta::assert_snapshot!(notes_for(&all), @"torch_autocast.lower_precision_safe_modules: accepted, but has no effect here: all gradients are communicated in communication_data_type, f32 by default; set it to bf16 for all of them");
     assert_eq!(notes_for(&[]), notes_for(&all));
     // If nothing is rounded, the classes do not matter.
     let off = json!({"torch_autocast": {"enabled": false, "lower_precision_safe_modules": ["x.Y"]}});

@@ -53,8 +53,9 @@ pub(super) fn runs(state: &SharedServerState) -> Result<Value, HttpRefusal> {
     Ok(answer)
 }
 
-/// Returns the runs in a folder, with `prefix` before their ids. `running` is that of [`RunsListCache`]. A folder that
-/// does not exist yet has no runs: the first run creates it.
+/// Returns the runs in a folder, with `prefix` before their ids. `running` is that of
+/// [`RunsListCache`](super::server_state::RunsListCache). A folder that does not exist yet has no runs: the first run
+/// creates it.
 fn runs_in(
     folder: &RunsFolder,
     prefix: &str,
