@@ -163,7 +163,7 @@ impl GroupedOptimizer {
     /// Values of a schedule that the optimizer cannot work with; a missing optimizer.
     pub fn for_step(&self, step: u64, grad_scale: f32) -> Result<Vec<GroupStepSettings<'_>>> {
         let settings_of = |group: &OptimizerGroup| {
-            let (lr, betas) = group.schedule.in_force()?;
+            let (lr, betas) = group.schedule.current_values()?;
             let lr = group.set_lr.unwrap_or(lr);
             let GroupOverrides { betas: group_betas, eps, weight_decay, trust_ratio } = group.overrides;
             let trust_ratio = trust_ratio.unwrap_or(true);

@@ -303,11 +303,11 @@ impl Schedule {
         self.betas.map_or(self.momentum, |(beta1, beta2)| Momentum::Betas(beta1, beta2))
     }
 
-    /// Returns the learning rate and the betas in force, if an optimizer can work with them.
+    /// Returns the current learning rate and betas, if an optimizer can work with them.
     ///
     /// # Errors
     /// [`OptimError::ScheduleValue`] for a rate that is negative or not finite, and for betas outside [0, 1).
-    pub fn in_force(&self) -> Result<(f64, Option<(f64, f64)>)> {
+    pub fn current_values(&self) -> Result<(f64, Option<(f64, f64)>)> {
         let refused = |what, found, allowed| {
             let step = self.last_batch_iteration.saturating_add(2);
             Err(OptimError::ScheduleValue { what, step, found, allowed }.into())
@@ -432,7 +432,7 @@ mod tests {
         let adam = Config::load(r#"{"train_batch_size": 1, "optimizer": {"type": "Adam"}}"#, 1).unwrap().optimizer;
         for (lr, allowed) in [(0.0, true), (0.5, true), (-0.1, false), (f64::NAN, false), (f64::INFINITY, false)] {
             let schedule = Schedule::custom(Arc::new(move |_| lr), adam.as_ref());
-            assert_eq!(schedule.in_force().is_ok(), allowed, "{lr}");
+            assert_eq!(schedule.current_values().is_ok(), allowed, "{lr}");
         }
         struct ConstantBetas(f64, f64);
         impl LrSchedule for ConstantBetas {
@@ -447,8 +447,8 @@ mod tests {
         {
             let mut schedule = Schedule::custom(Arc::new(ConstantBetas(beta1, beta2)), adam.as_ref());
             schedule.step();
-            assert_eq!(schedule.in_force().is_ok(), allowed, "{beta1} {beta2}");
-            if let (1.0, Err(error)) = (beta1, schedule.in_force()) {
+            assert_eq!(schedule.current_values().is_ok(), allowed, "{beta1} {beta2}");
+            if let (1.0, Err(error)) = (beta1, schedule.current_values()) {
                 insta::assert_snapshot!(error, @"the schedule sets beta1 to 1 in optimizer step 2 (allowed: a number of at least 0 and below 1); correct the schedule (OneCycle: lower decay_mom_rate), or train for fewer steps");
             }
         }

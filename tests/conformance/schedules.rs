@@ -191,7 +191,7 @@ fn where_the_momentum_would_reach_one_is_said_beforehand_and_is_an_error() {
     let note = config.notes.iter().find(|note| note.path == "scheduler.params.decay_mom_rate").unwrap();
     let mut schedule = Schedule::new(config.scheduler.as_ref(), config.optimizer.as_ref()).unwrap();
     let first = (1..).find(|_| {
-        let refused = schedule.in_force().is_err();
+        let refused = schedule.current_values().is_err();
         schedule.step();
         refused
     });

@@ -1,6 +1,6 @@
 //! A BERT that classifies sequences matches transformers, and padding does not change the result.
 
-use crate::fixtures::{far, json as record, path, tensors, values};
+use crate::fixtures::{json as record, max_difference, path, tensors, values};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use candle_zero::comm::threads;
@@ -26,12 +26,12 @@ fn logits_and_states_are_those_of_transformers() {
     let mask = record["attention_mask"].to_dtype(DType::U32).unwrap().sum(1).unwrap().to_vec1::<u32>().unwrap();
     assert_eq!(mask, LENGTHS.map(|length| length as u32));
     let logits = model.forward(&ids, Some(&kinds), &LENGTHS).unwrap();
-    let difference = far(&logits, &record["logits"]);
+    let difference = max_difference(&logits, &record["logits"]);
     assert!(difference <= 1e-4, "logits differ by {difference}");
     let states = model.states(&ids, Some(&kinds), &LENGTHS).unwrap();
     for (row, length) in LENGTHS.into_iter().enumerate() {
         let unpadded = |t: &Tensor| t.get(row).unwrap().narrow(0, 0, length).unwrap();
-        let difference = far(&unpadded(&states), &unpadded(&record["last_hidden_state"]));
+        let difference = max_difference(&unpadded(&states), &unpadded(&record["last_hidden_state"]));
         assert!(difference <= 1e-4, "states of row {row} differ by {difference}");
     }
 }
@@ -107,7 +107,7 @@ fn twelve_steps_follow_pytorch_at_all_stages() {
             for (name, want) in &final_weights {
                 // The gradients of the keys' biases consist only of rounding errors.
                 if !name.ends_with("self.key.bias") {
-                    let difference = far(&weights[name], want);
+                    let difference = max_difference(&weights[name], want);
                     assert!(difference <= 5e-5, "{context}: {name} differs by {difference}");
                 }
             }

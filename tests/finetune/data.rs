@@ -14,28 +14,28 @@ use std::sync::Arc;
 use tempfile::TempDir;
 
 /// A folder with data files, a cache and the tiny tokenizer.
-pub(crate) struct Desk {
-    pub(crate) folder: TempDir,
+pub(crate) struct TestFolder {
+    pub(crate) dir: TempDir,
     pub(crate) tokenizer: Tokenizer,
     pub(crate) template: Template,
 }
 
-impl Desk {
+impl TestFolder {
     pub(crate) fn new() -> Self {
         let model = repository().join("tests/fixtures/finetune/models/llama");
         let tokenizer = Tokenizer::open(&model).unwrap();
         let template = Template::open(&model, &tokenizer).unwrap();
-        Self { folder: tempfile::tempdir().unwrap(), tokenizer, template }
+        Self { dir: tempfile::tempdir().unwrap(), tokenizer, template }
     }
 
     fn file(&self, name: &str, text: &str) -> Source {
-        let path = self.folder.path().join(name);
+        let path = self.dir.path().join(name);
         std::fs::write(&path, text).unwrap();
         Source { path, weight: 1.0 }
     }
 
     pub(crate) fn cache(&self) -> PathBuf {
-        self.folder.path().join("cache")
+        self.dir.path().join("cache")
     }
 
     pub(crate) fn try_prepare(&self, sources: &[Source], options: &DataOptions) -> Result<Dataset, Error> {
@@ -76,7 +76,7 @@ impl Desk {
 
 #[test]
 fn one_conversation_in_each_form_gives_the_same_sample() {
-    let desk = Desk::new();
+    let folder = TestFolder::new();
     let messages = r#"[{"role":"user","content":"Hi"},{"role":"assistant","content":"Hello"}]"#;
     let quoted = messages.replace('"', "\"\"");
     let files = [
@@ -100,8 +100,8 @@ fn one_conversation_in_each_form_gives_the_same_sample() {
         ),
     ];
     for (name, text, form) in files {
-        let samples = desk.samples(name, &text, form, TrainingTask::Generate);
-        let shown: Vec<String> = samples.iter().map(|sample| desk.shown(sample)).collect();
+        let samples = folder.samples(name, &text, form, TrainingTask::Generate);
+        let shown: Vec<String> = samples.iter().map(|sample| folder.shown(sample)).collect();
         let expected = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[Hello<|im_end|>]\n";
         assert_eq!(shown, [expected], "{name}");
     }
@@ -109,10 +109,10 @@ fn one_conversation_in_each_form_gives_the_same_sample() {
 
 #[test]
 fn completions_texts_and_labels_end_as_their_task_needs() {
-    let desk = Desk::new();
+    let folder = TestFolder::new();
     let shown = |name, text, form, task| {
-        let samples = desk.samples(name, text, form, task);
-        samples.iter().map(|sample| desk.shown(sample)).collect::<Vec<_>>()
+        let samples = folder.samples(name, text, form, task);
+        samples.iter().map(|sample| folder.shown(sample)).collect::<Vec<_>>()
     };
     let completion =
         shown("a.jsonl", r#"{"prompt": "2+2=", "completion": "4"}"#, RecordFormat::Completion, TrainingTask::Generate);
@@ -123,7 +123,7 @@ fn completions_texts_and_labels_end_as_their_task_needs() {
     );
     let labels = "{\"text\": \"good\", \"label\": 10}\n{\"text\": \"bad\", \"label\": 9}\n";
     assert_eq!(shown("c.jsonl", labels, RecordFormat::Label, TrainingTask::Classify), ["good", "bad"]);
-    let dataset = desk.prepare(&[desk.file("c.jsonl", labels)], TrainingTask::Classify);
+    let dataset = folder.prepare(&[folder.file("c.jsonl", labels)], TrainingTask::Classify);
     assert_eq!(dataset.labels(), ["9", "10"]);
     assert_eq!([dataset.sample(0).label, dataset.sample(1).label], [1, 0]);
     let pair = r#"{"prompt": "a?", "chosen": " yes", "rejected": " no"}"#;
@@ -158,15 +158,15 @@ const BAD: &str = r#"{"messages": [{"role": "user", "content": "Hi"}, {"role": "
 
 #[test]
 fn lines_that_are_not_as_they_should_be_are_counted_and_named() {
-    let desk = Desk::new();
-    let source = desk.file("bad.jsonl", BAD);
+    let folder = TestFolder::new();
+    let source = folder.file("bad.jsonl", BAD);
     let options = DataOptions::new(TrainingTask::Generate, 24);
-    let dataset = desk.try_prepare(std::slice::from_ref(&source), &options).unwrap();
+    let dataset = folder.try_prepare(std::slice::from_ref(&source), &options).unwrap();
     let (_, report) = dataset.reports().next().unwrap();
     let notes = [report.to_string()].into_iter().chain(report.notes()).collect::<Vec<_>>().join("\n");
     insta::assert_snapshot!(notes);
     // The report from the cache is the same.
-    let again = desk.try_prepare(&[source], &options).unwrap();
+    let again = folder.try_prepare(&[source], &options).unwrap();
     let (_, report) = again.reports().next().unwrap();
     assert!(report.from_cache);
     assert_eq!(report.notes(), dataset.reports().next().unwrap().1.notes());
@@ -174,12 +174,12 @@ fn lines_that_are_not_as_they_should_be_are_counted_and_named() {
 
 #[test]
 fn wrong_data_is_refused_with_what_to_do() {
-    let desk = Desk::new();
+    let folder = TestFolder::new();
     let options = |task| DataOptions::new(task, 24);
     let mut said = vec![];
     let mut refuse = |name: &str, text: &str, options: &DataOptions| {
-        let error = desk.try_prepare(&[desk.file(name, text)], options).unwrap_err().to_string();
-        said.push(error.replace(desk.folder.path().to_str().unwrap(), "DIR"));
+        let error = folder.try_prepare(&[folder.file(name, text)], options).unwrap_err().to_string();
+        said.push(error.replace(folder.dir.path().to_str().unwrap(), "DIR"));
     };
     let generate = options(TrainingTask::Generate);
     refuse("a.jsonl", BAD, &DataOptions { strict: true, ..generate.clone() });
@@ -193,8 +193,8 @@ fn wrong_data_is_refused_with_what_to_do() {
     refuse("i.jsonl", "{\"chosen\": [], \"rejected\": []}\n", &options(TrainingTask::Prefer));
     refuse("j.json", "[{\"text\": ", &generate);
     refuse("k.csv", "a,b\n1\n", &generate);
-    let missing = Source { path: desk.folder.path().join("none.jsonl"), weight: 1.0 };
-    let error = desk.try_prepare(&[missing], &generate).unwrap_err();
+    let missing = Source { path: folder.dir.path().join("none.jsonl"), weight: 1.0 };
+    let error = folder.try_prepare(&[missing], &generate).unwrap_err();
     assert!(matches!(error, Error::Io { action: "read", .. }), "{error}");
     let weight = Source::parse("x.jsonl:0").unwrap_err();
     assert!(matches!(weight.downcast_ref(), Some(FinetuneError::Weight { .. })));
@@ -203,45 +203,46 @@ fn wrong_data_is_refused_with_what_to_do() {
 
 #[test]
 fn overlong_samples_are_cut_or_left_out_as_asked() {
-    let desk = Desk::new();
-    let source = desk.file("x.jsonl", BAD.lines().nth(3).unwrap());
-    let text = desk.file("y.jsonl", &format!("{{\"text\": \"{}\"}}", "word ".repeat(40)));
+    let folder = TestFolder::new();
+    let source = folder.file("x.jsonl", BAD.lines().nth(3).unwrap());
+    let text = folder.file("y.jsonl", &format!("{{\"text\": \"{}\"}}", "word ".repeat(40)));
     let options = DataOptions::new(TrainingTask::Generate, 24);
-    let cut = desk.try_prepare(&[source.clone(), text.clone()], &options).unwrap();
+    let cut = folder.try_prepare(&[source.clone(), text.clone()], &options).unwrap();
     let pieces: Vec<usize> = (0..cut.len()).map(|i| cut.length(i)).collect();
     assert!(pieces.len() > 3 && pieces.iter().all(|length| *length <= 24), "{pieces:?}");
-    let error = desk.try_prepare(&[source, text], &DataOptions { overlong: Truncation::Drop, ..options }).unwrap_err();
+    let error =
+        folder.try_prepare(&[source, text], &DataOptions { overlong: Truncation::Drop, ..options }).unwrap_err();
     assert!(error.to_string().contains("longer than the context"), "{error}");
 }
 
 #[test]
 fn plain_text_fills_its_samples_and_loses_nothing() {
-    let desk = Desk::new();
+    let folder = TestFolder::new();
     let text = "A line of some words, and then the next.\n".repeat(5000);
-    let dataset = desk.prepare(&[desk.file("x.txt", &text)], TrainingTask::Generate);
+    let dataset = folder.prepare(&[folder.file("x.txt", &text)], TrainingTask::Generate);
     let samples: Vec<Sample> = (0..dataset.len()).map(|i| dataset.sample(i).to_sample()).collect();
     assert!(samples.iter().filter(|sample| sample.ids.len() < 64).count() <= 1);
     let tokens: usize = samples.iter().map(|sample| sample.ids.len()).sum();
-    assert_eq!(tokens, desk.tokenizer.encode(&text).unwrap().ids.len());
+    assert_eq!(tokens, folder.tokenizer.encode(&text).unwrap().ids.len());
 }
 
 #[test]
 fn a_cache_is_taken_when_nothing_changed_and_made_again_when_something_did() {
-    let desk = Desk::new();
+    let folder = TestFolder::new();
     let line = r#"{"text": "some words"}"#;
     let from_cache = |source: &Source, ctx| {
         let options = DataOptions::new(TrainingTask::Generate, ctx);
-        desk.try_prepare(std::slice::from_ref(source), &options).unwrap().reports().next().unwrap().1.from_cache
+        folder.try_prepare(std::slice::from_ref(source), &options).unwrap().reports().next().unwrap().1.from_cache
     };
-    let source = desk.file("x.jsonl", line);
+    let source = folder.file("x.jsonl", line);
     assert!(!from_cache(&source, 64));
     assert!(from_cache(&source, 64));
     assert!(!from_cache(&source, 32));
     // The file changes, but keeps its length.
-    let source = desk.file("x.jsonl", &line.replace("some", "same"));
+    let source = folder.file("x.jsonl", &line.replace("some", "same"));
     assert!(!from_cache(&source, 64));
     assert!(from_cache(&source, 64));
-    for entry in std::fs::read_dir(desk.cache()).unwrap() {
+    for entry in std::fs::read_dir(folder.cache()).unwrap() {
         let path = entry.unwrap().path();
         let whole = std::fs::read(&path).unwrap();
         std::fs::write(&path, &whole[..whole.len() - 3]).unwrap();
@@ -252,10 +253,10 @@ fn a_cache_is_taken_when_nothing_changed_and_made_again_when_something_did() {
 
 #[test]
 fn weights_count_samples_and_a_split_parts_them() {
-    let desk = Desk::new();
+    let folder = TestFolder::new();
     let lines = |n: usize| (0..n).map(|i| format!("{{\"text\": \"number {i}\"}}\n")).collect::<String>();
-    let (a, b) = (desk.file("a.jsonl", &lines(10)), desk.file("b.jsonl", &lines(8)));
-    let dataset = desk.prepare(&[Source { weight: 2.5, ..a }, Source { weight: 0.5, ..b }], TrainingTask::Generate);
+    let (a, b) = (folder.file("a.jsonl", &lines(10)), folder.file("b.jsonl", &lines(8)));
+    let dataset = folder.prepare(&[Source { weight: 2.5, ..a }, Source { weight: 0.5, ..b }], TrainingTask::Generate);
     assert_eq!(dataset.len(), 25 + 4);
     let mut seen = std::collections::BTreeMap::new();
     for i in 0..dataset.len() {
@@ -276,10 +277,11 @@ fn weights_count_samples_and_a_split_parts_them() {
 }
 
 /// Creates a dataset with one sample for each length, which is the number of words in the sample's prompt.
-fn dataset(desk: &Desk, lengths: &[usize]) -> Arc<Dataset> {
+fn dataset(folder: &TestFolder, lengths: &[usize]) -> Arc<Dataset> {
     let turn = |n: &usize| format!("{{\"prompt\": \"{}\", \"completion\": \"zz\"}}\n", "q ".repeat(*n));
     Arc::new(
-        desk.prepare(&[desk.file("x.jsonl", &lengths.iter().map(turn).collect::<String>())], TrainingTask::Generate),
+        folder
+            .prepare(&[folder.file("x.jsonl", &lengths.iter().map(turn).collect::<String>())], TrainingTask::Generate),
     )
 }
 
@@ -294,8 +296,8 @@ proptest! {
         packed: bool,
         seed: u64,
     ) {
-        let desk = Desk::new();
-        let data = dataset(&desk, &lengths);
+        let folder = TestFolder::new();
+        let data = dataset(&folder, &lengths);
         let packing = if packed { SequencePacking::Packed { ctx: 64 } } else { SequencePacking::Padded };
         let shape = |rank| BatchPartition { micro, accumulation, world, rank };
         let batches_of = |rank| Batches::training(data.clone(), packing, shape(rank), seed, 3);
@@ -332,7 +334,8 @@ proptest! {
             prop_assert_eq!(batches_of(0).targets_of_step(step), targets);
         }
         // The first epoch contains each sample. Its last step is completed with rows from the second epoch.
-        let mut all: Vec<_> = (0..data.len()).map(|i| (data.sample(i).ids().collect::<Vec<_>>(), data.sample(i).predicted())).collect();
+        let of_sample = |i| (data.sample(i).ids().collect::<Vec<_>>(), data.sample(i).target_count());
+        let mut all: Vec<_> = (0..data.len()).map(of_sample).collect();
         for sample in &all {
             prop_assert!(seen.contains(sample));
         }
@@ -362,34 +365,34 @@ proptest! {
             1..6,
         ),
     ) {
-        let desk = Desk::new();
+        let folder = TestFolder::new();
         let roles = ["user", "assistant", "system"];
         // Each content begins with a letter, because a line break at its beginning would share a token with the header.
         let turns: Vec<_> = turns.iter().map(|(role, parts)| (roles[*role], format!("A{}", parts.concat()))).collect();
         let answers = turns.iter().filter(|(role, _)| *role == "assistant");
         let expected: String = answers.map(|(_, content)| format!("{content}<|im_end|>")).collect();
         let conversation = Conversation::new(turns);
-        let sample = Sample::of_conversation(&desk.tokenizer, &desk.template, &conversation).unwrap();
+        let sample = Sample::of_conversation(&folder.tokenizer, &folder.template, &conversation).unwrap();
         let targets = sample.ids.iter().zip(&sample.targets).filter(|(_, target)| **target);
         let targets: Vec<u32> = targets.map(|(id, _)| *id).collect();
-        prop_assert_eq!(desk.tokenizer.decode(&targets, false).unwrap(), expected);
+        prop_assert_eq!(folder.tokenizer.decode(&targets, false).unwrap(), expected);
         prop_assert_eq!(
-            desk.tokenizer.decode(&sample.ids, false).unwrap(),
-            desk.template.render(&conversation, false).unwrap()
+            folder.tokenizer.decode(&sample.ids, false).unwrap(),
+            folder.template.render(&conversation, false).unwrap()
         );
     }
 }
 
 #[test]
 fn a_run_that_goes_on_has_the_batches_of_one_that_was_not_stopped() {
-    let desk = Desk::new();
+    let folder = TestFolder::new();
     let lengths = [3, 1, 9, 4, 4, 7, 2, 12, 5, 1, 1, 8];
     for packing in [SequencePacking::Packed { ctx: 40 }, SequencePacking::Padded] {
         // Samples are newly built in some cases and mapped from the cache in others. A step is requested either
         // directly or after all steps before it.
         let batches = || {
             let shape = BatchPartition { micro: 2, accumulation: 2, world: 1, rank: 0 };
-            Batches::training(dataset(&desk, &lengths), packing, shape, 5, 3)
+            Batches::training(dataset(&folder, &lengths), packing, shape, 5, 3)
         };
         let first = batches();
         let steps = 3 * first.steps_per_epoch();
@@ -404,8 +407,8 @@ fn a_run_that_goes_on_has_the_batches_of_one_that_was_not_stopped() {
 
 #[test]
 fn a_step_has_the_same_rows_for_any_number_of_ranks() {
-    let desk = Desk::new();
-    let data = dataset(&desk, &[3, 1, 9, 4, 4, 7, 2, 12, 5, 1, 1, 8]);
+    let folder = TestFolder::new();
+    let data = dataset(&folder, &[3, 1, 9, 4, 4, 7, 2, 12, 5, 1, 1, 8]);
     let rows = |world: usize, micro: usize| {
         let batch = |rank| {
             let shape = BatchPartition { micro, accumulation: 1, world, rank };
@@ -425,8 +428,8 @@ fn a_step_has_the_same_rows_for_any_number_of_ranks() {
 
 #[test]
 fn validation_has_each_row_once_on_ranks_with_equally_many_batches() {
-    let desk = Desk::new();
-    let data = dataset(&desk, &[3, 1, 9, 4, 4]);
+    let folder = TestFolder::new();
+    let data = dataset(&folder, &[3, 1, 9, 4, 4]);
     let mut targets = 0;
     for rank in 0..4 {
         let shape = BatchPartition { micro: 1, accumulation: 1, world: 4, rank };
@@ -438,19 +441,19 @@ fn validation_has_each_row_once_on_ranks_with_equally_many_batches() {
             targets += rows.targets.iter().filter(|target| **target != NO_TARGET).count();
         }
     }
-    assert_eq!(targets, (0..5).map(|i| data.sample(i).predicted()).sum::<usize>());
+    assert_eq!(targets, (0..5).map(|i| data.sample(i).target_count()).sum::<usize>());
 }
 
 #[test]
 fn shown_samples_have_their_targets_marked_and_colours_where_asked() {
-    let desk = Desk::new();
-    let data = desk.prepare(
-        &[desk.file("x.jsonl", "{\"prompt\": \"a\\u001b[31mb\", \"completion\": \" yes\"}")],
+    let folder = TestFolder::new();
+    let data = folder.prepare(
+        &[folder.file("x.jsonl", "{\"prompt\": \"a\\u001b[31mb\", \"completion\": \" yes\"}")],
         TrainingTask::Generate,
     );
-    let plain = show(&data, &desk.tokenizer, 3, false).unwrap();
+    let plain = show(&data, &folder.tokenizer, 3, false).unwrap();
     assert!(plain.ends_with("tokens, 4 targets\na␛[31mb⟦ yes<|im_end|>⟧\n\n"), "{plain}");
-    let coloured = show(&data, &desk.tokenizer, 1, true).unwrap();
+    let coloured = show(&data, &folder.tokenizer, 1, true).unwrap();
     assert!(coloured.contains("a␛[31mb\u{1b}[32;1m yes<|im_end|>\u{1b}[0m"), "{coloured}");
 }
 
@@ -458,14 +461,14 @@ fn shown_samples_have_their_targets_marked_and_colours_where_asked() {
 #[ignore = "measures MB/s on a generated file of CANDLE_ZERO_DATA_MB megabytes (default 20), and the peak memory"]
 fn speed_of_tokenizing_and_packing() {
     use std::io::Write;
-    let mut desk = Desk::new();
-    if let Some(folder) = std::env::var_os("CANDLE_ZERO_TOKENIZER") {
-        desk.tokenizer = Tokenizer::open(&folder).unwrap();
-        desk.template = Template::open(&folder, &desk.tokenizer).unwrap();
+    let mut folder = TestFolder::new();
+    if let Some(model) = std::env::var_os("CANDLE_ZERO_TOKENIZER") {
+        folder.tokenizer = Tokenizer::open(&model).unwrap();
+        folder.template = Template::open(&model, &folder.tokenizer).unwrap();
     }
     let megabytes = std::env::var("CANDLE_ZERO_DATA_MB").map_or(20, |text| text.parse().unwrap());
     let words: Vec<&str> = include_str!("../../src/data/corpus.txt").split_whitespace().collect();
-    let path = desk.folder.path().join("x.jsonl");
+    let path = folder.dir.path().join("x.jsonl");
     let mut file = std::io::BufWriter::new(std::fs::File::create(&path).unwrap());
     let (mut written, mut at) = (0, 0_usize);
     while written < megabytes << 20 {
@@ -493,7 +496,7 @@ fn speed_of_tokenizing_and_packing() {
     let options = DataOptions::new(TrainingTask::Generate, 4096);
     for _ in 0..2 {
         let start = std::time::Instant::now();
-        let data = Arc::new(desk.try_prepare(std::slice::from_ref(&source), &options).unwrap());
+        let data = Arc::new(folder.try_prepare(std::slice::from_ref(&source), &options).unwrap());
         let tokenized = start.elapsed().as_secs_f64();
         let shape = BatchPartition { micro: 1, accumulation: 1, world: 1, rank: 0 };
         let batches = Batches::training(data.clone(), SequencePacking::Packed { ctx: 4096 }, shape, 1, 0);

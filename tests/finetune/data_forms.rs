@@ -1,7 +1,7 @@
 //! Records in files from other sources: the model is trained on the text that the records mark as targets, or a message
 //! names what is left out. Tests keys, formats and templates.
 
-use super::data::Desk;
+use super::data::TestFolder;
 use crate::support::processes::repository;
 use candle_zero_finetune::{
     ColumnMapping, DataOptions, Dataset, Source, Template, Tokenizer, TrainingTask, labels_of, show,
@@ -47,24 +47,30 @@ const PIECES: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }
                       {% generation %}{{ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}\
                       {{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}";
 
-fn template(desk: &Desk, source: &str) -> Template {
+fn template(folder: &TestFolder, source: &str) -> Template {
     let special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"].map(String::from).into();
-    Template::new(source, desk.tokenizer.special_tokens(), special).unwrap()
+    Template::new(source, folder.tokenizer.special_tokens(), special).unwrap()
 }
 
 /// Returns the report on a file with this name and text, with its notes and its samples, in which brackets enclose
 /// targets; or the reason why the file is refused.
-fn made_with(desk: &Desk, template: Option<&Template>, name: &str, text: &str, options: &DataOptions) -> String {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join(name);
+fn made_with(
+    folder: &TestFolder,
+    template: Option<&Template>,
+    name: &str,
+    text: &str,
+    options: &DataOptions,
+) -> String {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join(name);
     std::fs::write(&path, text).unwrap();
     let sources = [Source { path, weight: 1.0 }];
-    let made = Dataset::prepare(&sources, &desk.tokenizer, template, options, folder.path(), &mut |_| {});
+    let made = Dataset::prepare(&sources, &folder.tokenizer, template, options, dir.path(), &mut |_| {});
     match made {
         Err(error) => format!("refused: {error}"),
         Ok(data) => {
             let (_, report) = data.reports().next().unwrap();
-            format!("{report}\n{}\n{}", report.notes().join("\n"), show(&data, &desk.tokenizer, 9, false).unwrap())
+            format!("{report}\n{}\n{}", report.notes().join("\n"), show(&data, &folder.tokenizer, 9, false).unwrap())
         }
     }
 }
@@ -72,10 +78,10 @@ fn made_with(desk: &Desk, template: Option<&Template>, name: &str, text: &str, o
 /// Returns the same as [`made_with`] for a JSONL file, with the template `source` and with `columns` as the value of
 /// `--columns`, which may be empty.
 fn made(source: &str, text: &str, task: TrainingTask, columns: &str) -> String {
-    let desk = Desk::new();
+    let folder = TestFolder::new();
     let columns = if columns.is_empty() { ColumnMapping::default() } else { columns.parse().unwrap() };
     let options = DataOptions { columns, ..DataOptions::new(task, 1024) };
-    made_with(&desk, Some(&template(&desk, source)), "x.jsonl", text, &options)
+    made_with(&folder, Some(&template(&folder, source)), "x.jsonl", text, &options)
 }
 
 /// Checks that `made` contains each of `parts` or, for a part that begins with `!`, that it does not contain the text
@@ -470,15 +476,15 @@ fn the_end_of_an_answer_is_learned_or_missing_by_name() {
 
 #[test]
 fn tokens_that_stand_around_a_text_do_not_come_twice() {
-    let desk = Desk::new();
+    let folder = TestFolder::new();
     let model = repository().join("tests/fixtures/finetune/models/llama");
-    let folder = tempfile::tempdir().unwrap();
-    std::fs::copy(model.join("tokenizer.json"), folder.path().join("tokenizer.json")).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::copy(model.join("tokenizer.json"), dir.path().join("tokenizer.json")).unwrap();
     let config = r#"{"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "add_bos_token": true}"#;
-    std::fs::write(folder.path().join("tokenizer_config.json"), config).unwrap();
-    let desk = Desk { tokenizer: Tokenizer::open(folder.path()).unwrap(), ..desk };
+    std::fs::write(dir.path().join("tokenizer_config.json"), config).unwrap();
+    let folder = TestFolder { tokenizer: Tokenizer::open(dir.path()).unwrap(), ..folder };
     let options = DataOptions::new(TrainingTask::Generate, 64);
-    let made = |text: &str| made_with(&desk, None, "x.jsonl", text, &options);
+    let made = |text: &str| made_with(&folder, None, "x.jsonl", text, &options);
     let note = "has the tokenizer's special token at the beginning or end, so it is not added again";
     holds(&made(r#"{"prompt": "a", "completion": "b"}"#), &["\n<|endoftext|>a⟦b<|im_end|>⟧", "!special token"]);
     holds(
@@ -491,25 +497,25 @@ fn tokens_that_stand_around_a_text_do_not_come_twice() {
 #[test]
 fn a_template_for_tools_is_taken_where_there_are_tools() {
     let model = repository().join("tests/fixtures/finetune/models/llama");
-    let desk = Desk::new();
+    let folder = TestFolder::new();
     let tools = r#", "tools": [{"type": "function", "function": {"name": "fly"}}]"#;
     let talk = |more: &str| format!("{{\"messages\": [{}, {}]{more}}}", turn("user", "a"), turn("assistant", "b"));
     let options = DataOptions::new(TrainingTask::Generate, 256);
     for as_files in [false, true] {
-        let folder = tempfile::tempdir().unwrap();
-        std::fs::copy(model.join("tokenizer.json"), folder.path().join("tokenizer.json")).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::copy(model.join("tokenizer.json"), dir.path().join("tokenizer.json")).unwrap();
         let mut config = serde_json::json!({"eos_token": "<|im_end|>"});
         if as_files {
-            std::fs::write(folder.path().join("chat_template.jinja"), CHATML).unwrap();
-            std::fs::create_dir(folder.path().join("additional_chat_templates")).unwrap();
-            std::fs::write(folder.path().join("additional_chat_templates/tool_use.jinja"), TOOLS).unwrap();
+            std::fs::write(dir.path().join("chat_template.jinja"), CHATML).unwrap();
+            std::fs::create_dir(dir.path().join("additional_chat_templates")).unwrap();
+            std::fs::write(dir.path().join("additional_chat_templates/tool_use.jinja"), TOOLS).unwrap();
         } else {
             config["chat_template"] =
                 serde_json::json!([{"name": "default", "template": CHATML}, {"name": "tool_use", "template": TOOLS}]);
         }
-        std::fs::write(folder.path().join("tokenizer_config.json"), config.to_string()).unwrap();
-        let template = Template::open(folder.path(), &desk.tokenizer).unwrap();
-        let made = |text: &str| made_with(&desk, Some(&template), "x.jsonl", text, &options);
+        std::fs::write(dir.path().join("tokenizer_config.json"), config.to_string()).unwrap();
+        let template = Template::open(dir.path(), &folder.tokenizer).unwrap();
+        let made = |text: &str| made_with(&folder, Some(&template), "x.jsonl", text, &options);
         holds(&made(&talk(tools)), &["\"name\": \"fly\"", "⟦b<|im_end|>⟧"]);
         holds(&made(&talk("")), &["⟦b<|im_end|>⟧", "!fly"]);
         holds(&made(&talk(", \"tools\": []")), &["⟦b<|im_end|>⟧"]);
@@ -524,13 +530,13 @@ fn labels_that_are_none_and_pairs_of_texts_are_refused() {
         &classify(unsure),
         &["label 0\na", "label 1\nb", "1 record (line 1) could not be used", "stands for \"no label\""],
     );
-    let desk = Desk::new();
+    let folder = TestFolder::new();
     let labels = ["-1", "0", "1"].map(String::from).into();
     let options = DataOptions { labels, ..DataOptions::new(TrainingTask::Classify, 64) };
-    holds(&made_with(&desk, None, "x.jsonl", unsure, &options), &["label -1\nq", "!could not"]);
+    holds(&made_with(&folder, None, "x.jsonl", unsure, &options), &["label -1\nq", "!could not"]);
     holds(
         &made_with(
-            &desk,
+            &folder,
             None,
             "x.csv",
             "text,label\na,\nb,x\nc,y\n",
@@ -540,7 +546,7 @@ fn labels_that_are_none_and_pairs_of_texts_are_refused() {
     );
     let spaced = "text,label\na, negative\nb,negative\nc,good\n";
     holds(
-        &made_with(&desk, None, "x.csv", spaced, &DataOptions { labels: vec![], ..options }),
+        &made_with(&folder, None, "x.csv", spaced, &DataOptions { labels: vec![], ..options }),
         &["refused", "differ only in surrounding white space"],
     );
     holds(
@@ -569,10 +575,10 @@ fn empty_answers_and_texts_as_they_stand_are_said() {
         &generate("{\"prompt\": \"c\", \"completion\": \"d\"}"),
         &["--columns instruction=prompt,output=completion", "!empty answer"],
     );
-    let desk = Desk::new();
+    let folder = TestFolder::new();
     let options = DataOptions::new(TrainingTask::Generate, 64);
     holds(
-        &made_with(&desk, None, "x.jsonl", "{\"prompt\": \"c\", \"completion\": \"d\"}", &options),
+        &made_with(&folder, None, "x.jsonl", "{\"prompt\": \"c\", \"completion\": \"d\"}", &options),
         &["c⟦d<|im_end|>⟧", "!without the model's"],
     );
     let printed = "{\n  \"messages\": [\n    {\"role\": \"user\", \"content\": \"a\"},\n    {\"role\": \"assistant\", \"content\": \"b\"}\n  ]\n}\n";

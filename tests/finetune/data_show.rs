@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// A folder with data files and a user's cache.
-struct Desk(TempDir);
+struct TestFolder(TempDir);
 
-impl Desk {
+impl TestFolder {
     fn new() -> Self {
         Self(tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap())
     }
@@ -56,14 +56,14 @@ fn conversations(count: usize) -> String {
 
 #[test]
 fn files_are_recognized_their_lines_judged_and_their_targets_shown() {
-    let desk = Desk::new();
-    desk.file(
+    let folder = TestFolder::new();
+    folder.file(
         "chats.jsonl",
         "{\"messages\": [{\"role\": \"user\", \"content\": \"Hi\"}, {\"role\": \"assistant\", \"content\": \"Hello\"}]}\n\
          {\"messages\": \n{\"text\": \"the rest\"}\n",
     );
-    desk.file("pairs.csv", "prompt,completion\n2+2=,4\n3+3=,6\n");
-    let output = desk.shown(&["chats.jsonl", "pairs.csv:2", "--count", "1", "--ctx", "64"]);
+    folder.file("pairs.csv", "prompt,completion\n2+2=,4\n3+3=,6\n");
+    let output = folder.shown(&["chats.jsonl", "pairs.csv:2", "--count", "1", "--ctx", "64"]);
     assert!(output.status.success(), "{}", stderr(&output));
     insta::assert_snapshot!(stdout(&output), @r#"
     chats.jsonl: chat messages, text: 3 records, 2 samples, 22 tokens, 10 of them targets
@@ -82,16 +82,16 @@ fn files_are_recognized_their_lines_judged_and_their_targets_shown() {
     pairs.csv, line 2: 6 tokens, 2 targets
     2+2=⟦4<|im_end|>⟧
     "#);
-    assert_eq!(desk.cached().len(), 2);
-    let again = desk.shown(&["chats.jsonl", "--ctx", "64"]);
+    assert_eq!(folder.cached().len(), 2);
+    let again = folder.shown(&["chats.jsonl", "--ctx", "64"]);
     assert!(stdout(&again).contains("targets, from the cache\n"), "{}", stdout(&again));
 }
 
 #[test]
 fn labels_are_numbered_and_named() {
-    let desk = Desk::new();
-    desk.file("x.csv", "text,label\nfine,good\nawful,bad\n");
-    let shown = |words: &[&str]| stdout(&desk.shown(&[&["x.csv", "--task", "classify"], words].concat()));
+    let folder = TestFolder::new();
+    folder.file("x.csv", "text,label\nfine,good\nawful,bad\n");
+    let shown = |words: &[&str]| stdout(&folder.shown(&[&["x.csv", "--task", "classify"], words].concat()));
     let sorted = shown(&[]);
     assert!(sorted.contains("labels: bad, good\n") && sorted.contains(", label good\nfine\n"), "{sorted}");
     assert!(shown(&["--labels", "good,bad"]).contains("labels: good, bad\n"));
@@ -99,10 +99,10 @@ fn labels_are_numbered_and_named() {
 
 #[test]
 fn what_cannot_be_shown_is_said_with_what_to_do() {
-    let desk = Desk::new();
-    desk.file("x.jsonl", "{\"question\": 1}\n");
+    let folder = TestFolder::new();
+    folder.file("x.jsonl", "{\"question\": 1}\n");
     let refused = |words: &[&str]| {
-        let output = desk.shown(words);
+        let output = folder.shown(words);
         assert_eq!((output.status.code(), stdout(&output).as_str()), (Some(2), ""), "{words:?}");
         stderr(&output).lines().next().unwrap().to_owned()
     };
@@ -122,56 +122,56 @@ fn what_cannot_be_shown_is_said_with_what_to_do() {
     zerorun: invalid value '1' for '--ctx <TOKENS>': 1 is not in 2..=4294967295
     zerorun: invalid value 'learn' for '--task <TASK>'
     ");
-    assert_eq!(desk.cached(), Vec::<PathBuf>::new());
+    assert_eq!(folder.cached(), Vec::<PathBuf>::new());
 }
 
 #[test]
 fn of_processes_that_need_a_file_at_the_same_time_one_makes_it() {
-    let desk = Desk::new();
-    desk.file("x.jsonl", &conversations(2000));
+    let folder = TestFolder::new();
+    folder.file("x.jsonl", &conversations(2000));
     let running: Vec<_> =
-        (0..4).map(|_| start(&mut desk.show(&["x.jsonl", "--count", "0", "--ctx", "1024"]))).collect();
+        (0..4).map(|_| start(&mut folder.show(&["x.jsonl", "--count", "0", "--ctx", "1024"]))).collect();
     let outputs: Vec<Output> = running.into_iter().map(|child| child.wait_with_output().unwrap()).collect();
     assert!(outputs.iter().all(|output| output.status.success()), "{}", stderr(&outputs[0]));
     let made = outputs.iter().filter(|output| !stdout(output).contains("from the cache")).count();
     assert_eq!(made, 1);
-    assert_eq!(desk.cached().len(), 1);
+    assert_eq!(folder.cached().len(), 1);
 }
 
 #[test]
 fn a_file_whose_maker_was_killed_is_made_by_the_next() {
-    let desk = Desk::new();
-    desk.file("x.jsonl", &conversations(20_000));
-    let mut first = start(&mut desk.show(&["x.jsonl", "--ctx", "1024"]));
+    let folder = TestFolder::new();
+    folder.file("x.jsonl", &conversations(20_000));
+    let mut first = start(&mut folder.show(&["x.jsonl", "--ctx", "1024"]));
     let begun = Instant::now();
     let is_lock = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "lock");
-    while !desk.cached().iter().any(is_lock) {
+    while !folder.cached().iter().any(is_lock) {
         assert!(begun.elapsed() < Duration::from_secs(60) && first.try_wait().unwrap().is_none());
         std::thread::yield_now();
     }
     // By now, the program has replaced `env`, which started it.
     first.kill().unwrap();
     first.wait().unwrap();
-    assert!(!desk.cached().is_empty());
-    let second = desk.shown(&["x.jsonl", "--count", "0", "--ctx", "1024"]);
+    assert!(!folder.cached().is_empty());
+    let second = folder.shown(&["x.jsonl", "--count", "0", "--ctx", "1024"]);
     assert!(second.status.success() && !stdout(&second).contains("from the cache"), "{}", stderr(&second));
-    let remaining = desk.cached();
+    let remaining = folder.cached();
     assert!(remaining.len() == 1 && remaining[0].extension().unwrap() == "samples", "{remaining:?}");
 }
 
 #[test]
 fn a_damaged_file_is_made_again_with_the_reason() {
-    let desk = Desk::new();
-    desk.file("x.jsonl", &conversations(3));
+    let folder = TestFolder::new();
+    folder.file("x.jsonl", &conversations(3));
     let words = ["x.jsonl", "--count", "3", "--ctx", "1024"];
-    let first = stdout(&desk.shown(&words));
-    let path = desk.cached().remove(0);
+    let first = stdout(&folder.shown(&words));
+    let path = folder.cached().remove(0);
     let mut bytes = std::fs::read(&path).unwrap();
     // Changes the last sample's number of tokens: its index entry, of 24 bytes, precedes the report, which is JSON.
     let report = bytes.windows(11).rposition(|window| window == b"{\"records\":").unwrap();
     bytes[report - 24 + 10] ^= 0xFF;
     std::fs::write(&path, bytes).unwrap();
-    let second = desk.shown(&words);
+    let second = folder.shown(&words);
     assert_eq!(stdout(&second), first);
     assert!(stderr(&second).contains(".samples: it is damaged, so it will be rebuilt"), "{}", stderr(&second));
 }

@@ -1,6 +1,6 @@
 //! Decoders that classify: the classified token, heads and adapters, and complete runs.
 
-use crate::fixtures::{base, copy, far, path, tensors, values};
+use crate::fixtures::{base, copy, max_difference, path, tensors, values};
 use crate::support::processes::{stderr, stdout, zerorun};
 use candle_core::{DType, Device, IndexOp as _, Tensor};
 use candle_nn::VarBuilder;
@@ -68,7 +68,7 @@ fn logits_are_those_of_the_last_token_that_is_not_padding() {
         for (row, last) in last.into_iter().enumerate() {
             let unpadded = Tensor::new(&ids[row][..lengths[row]], &Device::Cpu).unwrap().unsqueeze(0).unwrap();
             let want = language_model.forward(&unpadded).unwrap().i((0, last, 10..13)).unwrap();
-            let difference = far(&logits.get(row).unwrap(), &want);
+            let difference = max_difference(&logits.get(row).unwrap(), &want);
             assert!(difference <= 2e-5, "{name}: row {row} differs by {difference}");
         }
     }

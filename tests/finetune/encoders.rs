@@ -1,6 +1,6 @@
 //! The encoders other than BERT match transformers: logits, states, and training at stages 0 and 3.
 
-use crate::fixtures::{far, values};
+use crate::fixtures::{max_difference, values};
 use crate::support::processes::repository;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
@@ -69,16 +69,19 @@ fn logits_states_and_losses_of_all_encoders_are_those_of_transformers() {
         let (ids, kinds) = inputs(&forward);
         let mask = forward["attention_mask"].to_dtype(DType::U32).unwrap().sum(1).unwrap().to_vec1::<u32>().unwrap();
         assert_eq!(mask, LENGTHS.map(|length| length as u32));
-        let error = far(&model.forward(&ids, kinds.as_ref(), &LENGTHS).unwrap(), &forward["logits"]);
+        let error = max_difference(&model.forward(&ids, kinds.as_ref(), &LENGTHS).unwrap(), &forward["logits"]);
         assert!(error <= 1e-4, "{encoder}: logits differ by {error}");
         let states = model.states(&ids, kinds.as_ref(), &LENGTHS).unwrap();
         for (row, length) in LENGTHS.into_iter().enumerate() {
             let unpadded = |t: &Tensor| t.get(row).unwrap().narrow(0, 0, length).unwrap();
-            let error = far(&unpadded(&states), &unpadded(&forward["last_hidden_state"]));
+            let error = max_difference(&unpadded(&states), &unpadded(&forward["last_hidden_state"]));
             assert!(error <= 5e-5, "{encoder}: states of row {row} differ by {error}");
             let mean = unpadded(&states).mean(0).unwrap();
             let norm = mean.sqr().unwrap().sum_all().unwrap().sqrt().unwrap();
-            let error = far(&mean.broadcast_div(&norm).unwrap(), &forward["mean_pooled_normalized"].get(row).unwrap());
+            let error = max_difference(
+                &mean.broadcast_div(&norm).unwrap(),
+                &forward["mean_pooled_normalized"].get(row).unwrap(),
+            );
             assert!(error <= 1e-5, "{encoder}: embedding of row {row} differs by {error}");
         }
         let loss = model.loss(&ids, kinds.as_ref(), &LENGTHS, &forward["labels"], None).unwrap();
@@ -141,7 +144,7 @@ fn check_final_weights(encoder: &str, file: &[u8]) {
     for (name, want) in &expected {
         // The gradients of the keys' biases consist only of rounding errors.
         let is_key = ["key.bias", "k_lin.bias"].iter().any(|end| name.ends_with(end));
-        let difference = far(&weights[name], want);
+        let difference = max_difference(&weights[name], want);
         assert!(difference <= if is_key { 1e-2 } else { 5e-4 }, "{encoder}: {name} differs by {difference}");
         let pairs = values(&weights[name]).into_iter().zip(values(want));
         outliers += pairs.filter(|(found, want)| !is_key && (found - want).abs() > 5e-5).count();

@@ -2,7 +2,8 @@
 //! stages 0 and 3.
 
 use crate::fixtures::{
-    ProbeTolerances, Records, adamw, check_probes, check_session, far, ids, next_tokens, numbers, step, values,
+    ProbeTolerances, Records, adamw, check_probes, check_session, ids, max_difference, next_tokens, numbers, step,
+    values,
 };
 use crate::support::processes::repository;
 use candle_core::{DType, Device, Tensor};
@@ -39,7 +40,7 @@ const LOGITS: f32 = 1e-4;
 const LOSS: f64 = 2e-5;
 const LOSS_AFTER_STEPS: f64 = 5e-5;
 const NORM: f64 = 1e-4;
-const WEIGHTS: ProbeTolerances = ProbeTolerances { usual: 5e-5, outlier: 20.0 * 5e-5, key_biases: 1e-2 };
+const WEIGHTS: ProbeTolerances = ProbeTolerances { typical: 5e-5, outlier: 20.0 * 5e-5, key_biases: 1e-2 };
 
 const FAMILIES: Records = Records("families");
 
@@ -51,7 +52,7 @@ fn check_logits(name: &str, base: &BaseModel) {
         let (Some(inputs), Some(logits)) = (recorded.get(inputs), recorded.get(logits)) else { continue };
         let inputs = inputs.to_dtype(DType::U32).unwrap();
         let model = Decoder::new(base.config(), base.var_builder(DType::F32, &Device::Cpu)).unwrap();
-        let difference = far(&model.forward(&inputs).unwrap(), logits);
+        let difference = max_difference(&model.forward(&inputs).unwrap(), logits);
         assert!(difference <= tolerance, "{name}: logits differ by {difference}");
         println!("{name}, {} tokens: logits {difference:.1e}", inputs.dim(1).unwrap());
     }

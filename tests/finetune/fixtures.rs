@@ -97,7 +97,7 @@ pub fn values(tensor: &Tensor) -> Vec<f32> {
 }
 
 /// Returns the largest difference between elements.
-pub fn far(a: &Tensor, b: &Tensor) -> f32 {
+pub fn max_difference(a: &Tensor, b: &Tensor) -> f32 {
     assert_eq!(a.dims(), b.dims());
     values(a).iter().zip(values(b)).fold(0f32, |most, (a, b)| most.max((a - b).abs()))
 }
@@ -113,7 +113,7 @@ pub fn next_tokens(rows: &Tensor) -> Tensor {
 
 /// Returns the inputs and targets of a rank's rows in a batch: all tokens but the last one of each row, and the tokens
 /// after them.
-pub fn part(batch: &Tensor, world: usize, rank: usize) -> (Tensor, Tensor) {
+pub fn rank_batch(batch: &Tensor, world: usize, rank: usize) -> (Tensor, Tensor) {
     let (rows, time) = batch.dims2().unwrap();
     let rows = batch.narrow(0, rank * rows / world, rows / world).unwrap();
     let of = |from| rows.narrow(1, from, time - 1).unwrap().contiguous().unwrap();
@@ -156,14 +156,15 @@ pub fn check_session(name: &str, model: &Decoder, text: &[u32], tolerance: f32) 
     for (at, id) in text.iter().enumerate() {
         let found = Tensor::new(model.extend(&mut session, &[*id]).unwrap(), &Device::Cpu).unwrap();
         let expected = complete.narrow(1, at, 1).unwrap().flatten_all().unwrap();
-        assert!(far(&found, &expected) <= tolerance, "{name}: token {at} differs by {}", far(&found, &expected));
+        let difference = max_difference(&found, &expected);
+        assert!(difference <= tolerance, "{name}: token {at} differs by {difference}");
     }
 }
 
 /// The tolerances of recorded elements of weights.
 pub struct ProbeTolerances {
     /// The tolerance that at most one element in 200 may exceed.
-    pub usual: f64,
+    pub typical: f64,
     pub outlier: f64,
     /// The tolerance for biases of keys, whose gradients are only rounding errors.
     pub key_biases: f64,
@@ -185,14 +186,14 @@ pub fn check_probes(
     assert_eq!(recorded.len(), found.len(), "{what}");
     for (name, list) in recorded {
         let Some(tensor) = found.get(&name) else { panic!("{what} has no tensor {name}") };
-        for (found, want) in probed(&values(tensor)).iter().zip(numbers(list)) {
+        for (found, want) in probe_values(&values(tensor)).iter().zip(numbers(list)) {
             let difference = (f64::from(*found) - want).abs();
             if name.ends_with("k_proj.bias") {
                 assert!(difference <= tolerances.key_biases, "{what}: {name} differs by {difference}");
                 continue;
             }
             count += 1;
-            outliers += usize::from(difference > tolerances.usual);
+            outliers += usize::from(difference > tolerances.typical);
             worst = worst.max(difference);
         }
     }
@@ -202,7 +203,7 @@ pub fn check_probes(
 
 /// Returns the elements of a tensor that are recorded. A position halfway between two elements is rounded to the even
 /// one.
-pub fn probed(values: &[f32]) -> [f32; 8] {
+pub fn probe_values(values: &[f32]) -> [f32; 8] {
     let last = (values.len() - 1) as f64;
     [0, 1, 2, 3, 4, 5, 6, 7].map(|i| values[(f64::from(i) * last / 7.0).round_ties_even() as usize])
 }

@@ -429,7 +429,7 @@ fn files_of_all_families_have_the_tensors_the_values_and_the_keys_of_llama_cpp()
                 let is_f32 = tensor.rank() == 1 || name.ends_with(".bias") || name.contains("gate_inp");
                 assert_eq!(info.ggml_dtype, if is_f32 { GgmlDType::F32 } else { dtype }, "{kind}: {name}");
                 let found = content.tensor(&mut reader, name, &Device::Cpu).unwrap().dequantize(&Device::Cpu).unwrap();
-                let difference = crate::fixtures::far(&found, tensor);
+                let difference = crate::fixtures::max_difference(&found, tensor);
                 let tolerance = if info.ggml_dtype == GgmlDType::Q8_0 { 5e-3 } else { 0.0 };
                 assert!(difference <= tolerance, "{kind}: {name} differs by {difference}");
             }

@@ -193,8 +193,8 @@ fn a_gpt_oss_in_mxfp4_has_the_weights_and_the_logits_of_its_folder() {
         let model = Decoder::new(base.config(), base.var_builder(DType::F32, &Device::Cpu)).unwrap();
         model.forward(&ids).unwrap()
     });
-    let far = crate::fixtures::far(&expected, &found);
-    assert!(far <= 1e-5, "logits differ by {far}");
+    let difference = crate::fixtures::max_difference(&expected, &found);
+    assert!(difference <= 1e-5, "logits differ by {difference}");
 }
 
 #[test]

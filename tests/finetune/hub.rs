@@ -211,7 +211,7 @@ fn bytes_that_end_too_early_go_on_where_they_ended() {
     let (server, home) = (tiny(), tempfile::tempdir().unwrap());
     let size = server.file("model.safetensors").len();
     let [half, more] = [size / 2, size / 2 + 1000];
-    server.set(Faults { ends: vec![half, more], busy: 1, ..Faults::default() });
+    server.set(Faults { cut_positions: vec![half, more], busy: 1, ..Faults::default() });
     let (output, _) = merged(&server, &home);
     assert!(output.status.success(), "{}", stderr(&output));
     assert_eq!(of_weights(&server), [String::new(), format!("bytes={half}-"), format!("bytes={more}-")]);
@@ -222,7 +222,7 @@ fn bytes_that_end_too_early_go_on_where_they_ended() {
 
     // If the server does not support ranges, the complete file is fetched from the beginning.
     let home = tempfile::tempdir().unwrap();
-    server.set(Faults { ends: vec![half], no_parts: true, ..Faults::default() });
+    server.set(Faults { cut_positions: vec![half], no_ranges: true, ..Faults::default() });
     let (output, _) = merged(&server, &home);
     assert!(output.status.success(), "{}", stderr(&output));
     assert_eq!(
@@ -235,7 +235,7 @@ fn bytes_that_end_too_early_go_on_where_they_ended() {
 fn what_came_before_an_error_is_kept_and_what_is_wrong_is_fetched_again() {
     let (server, home) = (tiny(), tempfile::tempdir().unwrap());
     // No response delivers any byte after the first 1000.
-    server.set(Faults { ends: vec![1000; 9], ..Faults::default() });
+    server.set(Faults { cut_positions: vec![1000; 9], ..Faults::default() });
     insta::assert_snapshot!(refusal(&server, &home, NAME, &[]), @"zerorun: received only 1000 B of the 397.2 KiB of model.safetensors in org/tiny (after several attempts; the last one failed: Peer disconnected); the received part is kept; run the command again to resume from there");
     assert_eq!(of_weights(&server).len(), 4);
     let content = home.path().join("hub/models--org--tiny/blobs").join(digest(server.file("model.safetensors")));

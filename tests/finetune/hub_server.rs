@@ -20,11 +20,11 @@ pub struct Faults {
     /// response.
     pub refused: Option<(&'static str, u16, &'static str, &'static str)>,
     /// The positions in the file at which successive responses with the weights are cut off.
-    pub ends: Vec<usize>,
+    pub cut_positions: Vec<usize>,
     /// The number of responses that contain a wrong byte.
     pub wrong_bytes: usize,
     /// Whether ranges are unsupported. Every response then contains the complete file.
-    pub no_parts: bool,
+    pub no_ranges: bool,
     /// The number of requests for files that are answered with 503.
     pub busy: usize,
     /// A false size that is reported for the weights.
@@ -194,7 +194,7 @@ impl Hub {
             };
             return head(stream, if is_stored_elsewhere(name) { 302 } else { 307 }, &headers, 0).map(|()| true);
         }
-        let from = headers.get("range").filter(|_| !faults.no_parts);
+        let from = headers.get("range").filter(|_| !faults.no_ranges);
         let from = from.map(|range| range.strip_prefix("bytes=").unwrap().trim_end_matches('-').parse().unwrap());
         let rest = &bytes[from.unwrap_or(0)..];
         let etag = faults.etag.unwrap_or(&digest[..40]);
@@ -210,8 +210,8 @@ impl Hub {
         if is_stored_elsewhere(name) {
             std::thread::sleep(faults.pause);
             let mut faults = self.faults.lock().unwrap();
-            if !faults.ends.is_empty() {
-                let end = faults.ends.remove(0).saturating_sub(from.unwrap_or(0));
+            if !faults.cut_positions.is_empty() {
+                let end = faults.cut_positions.remove(0).saturating_sub(from.unwrap_or(0));
                 return stream.write_all(&rest[..end]).map(|()| false);
             }
             if faults.wrong_bytes > 0 {

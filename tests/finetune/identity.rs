@@ -2,7 +2,7 @@
 //! list of the differences. Cached samples are used only with the model files for which they were created; merged
 //! models have all of the base's templates; seeds take effect.
 
-use crate::fixtures::{copy, far, path};
+use crate::fixtures::{copy, max_difference, path};
 use crate::support::processes::{stderr, stdout, zerorun};
 use candle_core::{Device, Tensor, quantized::gguf_file};
 use serde_json::{Value, json};
@@ -11,15 +11,15 @@ use std::path::{Path, PathBuf};
 use std::process::Output;
 
 /// A folder with a model and data for runs of four steps.
-struct Desk {
-    folder: tempfile::TempDir,
+struct TestFolder {
+    dir: tempfile::TempDir,
     model: PathBuf,
 }
 
-impl Desk {
+impl TestFolder {
     fn new() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let model = folder.path().join("model");
+        let dir = tempfile::tempdir().unwrap();
+        let model = dir.path().join("model");
         std::fs::rename(copy("llama").keep(), &model).unwrap();
         for (name, add) in [("a.jsonl", 0), ("b.jsonl", 1)] {
             let chat = |i: usize| {
@@ -29,13 +29,13 @@ impl Desk {
                 ]})
             };
             let lines: String = (0..12).map(|i| format!("{}\n", chat(i))).collect();
-            std::fs::write(folder.path().join(name), lines).unwrap();
+            std::fs::write(dir.path().join(name), lines).unwrap();
         }
-        Self { folder, model }
+        Self { dir, model }
     }
 
     fn path(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
+        self.dir.path().join(name)
     }
 
     /// Runs the training with changed or additional arguments.
@@ -43,7 +43,7 @@ impl Desk {
         let defaults = "--data a.jsonl --steps 4 --lora r=2,alpha=4 --ctx 32 --lr 1e-2 --cache cache";
         let is_overridden = |flag: &str| words.contains(&flag) || flag == "--lora" && words.contains(&"--adapter");
         let mut command = zerorun();
-        command.current_dir(self.folder.path()).arg("finetune").arg(&self.model).args(["--out", out]);
+        command.current_dir(self.dir.path()).arg("finetune").arg(&self.model).args(["--out", out]);
         let defaults: Vec<&str> = defaults.split(' ').collect();
         defaults.chunks(2).filter(|pair| !is_overridden(pair[0])).for_each(|pair| _ = command.args(pair));
         command.args(words).output().unwrap()
@@ -78,9 +78,9 @@ fn named(text: &str) -> Vec<&str> {
 
 #[test]
 fn a_run_with_other_settings_is_not_continued_and_all_of_them_are_named() {
-    let desk = Desk::new();
-    desk.trained("first", &["--save", "saves"]);
-    let text = desk.refused(&["--lr", "1e-3", "--lora", "r=2,alpha=400", "--data", "b.jsonl"]);
+    let folder = TestFolder::new();
+    folder.trained("first", &["--save", "saves"]);
+    let text = folder.refused(&["--lr", "1e-3", "--lora", "r=2,alpha=400", "--data", "b.jsonl"]);
     let (data, rest) = text.split_once("data: ").unwrap();
     assert!(data.ends_with("alpha: 4.0 -> 400.0; "), "{text}");
     assert!(rest.ends_with(
@@ -101,21 +101,21 @@ fn a_run_with_other_settings_is_not_continued_and_all_of_them_are_named() {
         (&["--warmup", "2"], &["warmup"]),
         (&["--dtype", "bf16"], &["bf16.enabled"]),
     ] {
-        let text = desk.refused(words);
+        let text = folder.refused(words);
         let found = named(&text);
         assert!(expected.iter().all(|name| found.contains(name)), "{words:?}: {text}");
         assert!(found.len() <= expected.len() + 6, "{words:?}: {text}");
     }
     // The run has already taken more steps than requested.
-    let text = desk.refused(&["--steps", "3", "--resume_anyway"]);
+    let text = folder.refused(&["--steps", "3", "--resume_anyway"]);
     assert!(text.contains("is at step 4, but this run ends at step 3"), "{text}");
 
     // With --resume_anyway, the run reports the differences and continues.
     let words = ["--save", "saves", "--resume", "--steps", "8", "--lr", "1e-3", "--resume_anyway"];
-    let output = desk.trained("anyway", &words);
+    let output = folder.trained("anyway", &words);
     assert!(output.contains("this run continues from it as requested: lr: 0.01 -> 0.001; steps: 4 -> 8"), "{output}");
     // The checkpoint now belongs to that run.
-    let output = desk.trained("again", &words[..7]);
+    let output = folder.trained("again", &words[..7]);
     assert!(!output.contains("different settings"), "{output}");
 }
 
@@ -129,33 +129,33 @@ fn recorded(saves: &Path) -> Vec<String> {
 
 #[test]
 fn a_base_that_was_changed_is_found_whatever_weight_it_is() {
-    let desk = Desk::new();
-    desk.trained("first", &["--save", "saves"]);
-    let file = desk.model.join("model.safetensors");
+    let folder = TestFolder::new();
+    folder.trained("first", &["--save", "saves"]);
+    let file = folder.model.join("model.safetensors");
     let mut bytes = std::fs::read(&file).unwrap();
     // Flips one bit of a weight in the middle of the file.
     let offset = bytes.len() / 2 / 4 * 4 + 1;
     bytes[offset] ^= 1;
     std::fs::write(&file, bytes).unwrap();
-    assert_eq!(named(&desk.refused(&[])), ["base's weights"]);
+    assert_eq!(named(&folder.refused(&[])), ["base's weights"]);
 }
 
 #[test]
 fn what_changes_nothing_of_a_result_may_differ_and_the_same_run_goes_on() {
-    let desk = Desk::new();
+    let folder = TestFolder::new();
     // The data fills two or more rows per step, which two ranks can share.
-    let lines = std::fs::read_to_string(desk.path("a.jsonl")).unwrap();
-    std::fs::write(desk.path("many.jsonl"), lines.repeat(20)).unwrap();
-    desk.trained("whole", &["--data", "many.jsonl"]);
+    let lines = std::fs::read_to_string(folder.path("a.jsonl")).unwrap();
+    std::fs::write(folder.path("many.jsonl"), lines.repeat(20)).unwrap();
+    folder.trained("whole", &["--data", "many.jsonl"]);
     // The folder is made to look like that of a run that was stopped after step 2: the newest checkpoint is of that step.
-    desk.trained("first", &["--data", "many.jsonl", "--save", "saves", "--save_every", "2"]);
+    folder.trained("first", &["--data", "many.jsonl", "--save", "saves", "--save_every", "2"]);
     let tags = |dir: &Path| {
         let mut tags: Vec<_> = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         tags.retain(|tag| tag != "latest" && !tag.to_string_lossy().starts_with('.'));
         tags.sort();
         tags
     };
-    let saves = desk.path("saves");
+    let saves = folder.path("saves");
     let found = tags(&saves);
     assert_eq!(found.len(), 2, "{found:?}");
     std::fs::remove_dir_all(saves.join(&found[1])).unwrap();
@@ -163,36 +163,36 @@ fn what_changes_nothing_of_a_result_may_differ_and_the_same_run_goes_on() {
     // The run continues on two ranks at stage 3, and saves at different steps. The number of rows in a step stays the
     // same.
     let config = json!({"zero_optimization": {"stage": 3}}).to_string();
-    std::fs::write(desk.path("ds.json"), config).unwrap();
+    std::fs::write(folder.path("ds.json"), config).unwrap();
     let words =
         ["--save", "saves", "--resume", "-n", "2", "--save_every", "1", "--keep", "1", "--ds_config", "ds.json"];
-    let output = desk.trained("second", &[&words[..], &["--data", "many.jsonl"]].concat());
+    let output = folder.trained("second", &[&words[..], &["--data", "many.jsonl"]].concat());
     assert!(output.contains("continues after step 2") && !output.contains("different settings"), "{output}");
     // Two ranks sum gradients in a different order.
-    let adapter = |out: &str| candle_core::safetensors::load_buffer(&desk.adapter(out), &Device::Cpu).unwrap();
+    let adapter = |out: &str| candle_core::safetensors::load_buffer(&folder.adapter(out), &Device::Cpu).unwrap();
     let (uninterrupted, resumed) = (adapter("whole"), adapter("second"));
     assert_eq!(uninterrupted.len(), resumed.len());
     for (name, values) in &uninterrupted {
-        let difference = far(values, &resumed[name]);
+        let difference = max_difference(values, &resumed[name]);
         assert!(difference < 1e-4, "{name} differs by {difference}");
     }
 }
 
 #[test]
 fn rows_of_a_step_that_nobody_gave_stay_on_another_number_of_ranks_or_are_named() {
-    let desk = Desk::new();
+    let folder = TestFolder::new();
     // The default on three ranks is 3 rows per step.
-    desk.trained("first", &["--save", "saves", "-n", "3"]);
-    desk.trained("same", &["--save", "saves", "--resume"]);
-    assert_eq!(desk.adapter("first"), desk.adapter("same"));
-    assert_eq!(named(&desk.refused(&["-n", "2"])), ["batch"]);
+    folder.trained("first", &["--save", "saves", "-n", "3"]);
+    folder.trained("same", &["--save", "saves", "--resume"]);
+    assert_eq!(folder.adapter("first"), folder.adapter("same"));
+    assert_eq!(named(&folder.refused(&["-n", "2"])), ["batch"]);
 }
 
 #[test]
 fn a_checkpoint_holds_the_settings_of_its_run() {
-    let desk = Desk::new();
-    desk.trained("first", &["--save", "saves"]);
-    let of_every_run = recorded(&desk.path("saves"));
+    let folder = TestFolder::new();
+    folder.trained("first", &["--save", "saves"]);
+    let of_every_run = recorded(&folder.path("saves"));
     // A run is compared with its checkpoint by these names: as long as they stay the same, checkpoints saved by earlier
     // versions can be resumed.
     insta::assert_snapshot!(of_every_run.join("\n"), @"
@@ -248,40 +248,40 @@ fn a_checkpoint_holds_the_settings_of_its_run() {
     zero_optimization.zero_quantized_gradients
     zero_optimization.zero_quantized_weights
     ");
-    desk.trained("second", &["--save", "others", "--qlora", "--keep_layers", "0"]);
-    let added = recorded(&desk.path("others")).into_iter().filter(|name| !of_every_run.contains(name));
+    folder.trained("second", &["--save", "others", "--qlora", "--keep_layers", "0"]);
+    let added = recorded(&folder.path("others")).into_iter().filter(|name| !of_every_run.contains(name));
     insta::assert_snapshot!(added.collect::<Vec<_>>().join("\n"), @"keep_layers");
 }
 
 #[test]
 fn seeds_have_masks_of_their_own_and_one_seed_the_same_bits_at_all_stages() {
-    let desk = Desk::new();
+    let folder = TestFolder::new();
     let words = |seed| ["--order", "sequential", "--adapter", "first", "--seed", seed];
-    desk.trained("first", &["--lora", "r=2,alpha=4,dropout=0.5", "--steps", "1"]);
-    desk.trained("one", &words("1"));
-    desk.trained("two", &words("2"));
-    assert_ne!(desk.adapter("one"), desk.adapter("two"));
+    folder.trained("first", &["--lora", "r=2,alpha=4,dropout=0.5", "--steps", "1"]);
+    folder.trained("one", &words("1"));
+    folder.trained("two", &words("2"));
+    assert_ne!(folder.adapter("one"), folder.adapter("two"));
     for stage in [0, 3] {
         let config = json!({"zero_optimization": {"stage": stage}}).to_string();
-        std::fs::write(desk.path("ds.json"), config).unwrap();
+        std::fs::write(folder.path("ds.json"), config).unwrap();
         let out = format!("stage{stage}");
-        desk.trained(&out, &[&words("1")[..], &["--ds_config", "ds.json"]].concat());
-        assert_eq!(desk.adapter(&out), desk.adapter("one"), "stage {stage}");
+        folder.trained(&out, &[&words("1")[..], &["--ds_config", "ds.json"]].concat());
+        assert_eq!(folder.adapter(&out), folder.adapter("one"), "stage {stage}");
     }
 }
 
 #[test]
 fn samples_are_made_again_where_the_special_tokens_or_their_file_have_changed() {
-    let desk = Desk::new();
+    let folder = TestFolder::new();
     let show = || {
         let mut command = zerorun();
-        command.current_dir(desk.folder.path()).args(["data", "show"]).arg(&desk.model);
+        command.current_dir(folder.dir.path()).args(["data", "show"]).arg(&folder.model);
         let output = command.args(["a.jsonl", "--cache", "cache"]).output().unwrap();
         assert!(output.status.success(), "{}", stderr(&output));
         (stdout(&output), stderr(&output))
     };
     let files = || {
-        let files = std::fs::read_dir(desk.path("cache")).unwrap().map(|entry| entry.unwrap().path());
+        let files = std::fs::read_dir(folder.path("cache")).unwrap().map(|entry| entry.unwrap().path());
         files.filter(|path| path.extension().is_some_and(|end| end == "samples")).collect::<Vec<_>>()
     };
     let (before, _) = show();
@@ -298,7 +298,7 @@ fn samples_are_made_again_where_the_special_tokens_or_their_file_have_changed() 
         assert_eq!(std::fs::read(file).unwrap(), original);
     }
     // The special tokens change.
-    let config = desk.model.join("tokenizer_config.json");
+    let config = folder.model.join("tokenizer_config.json");
     let mut settings: Value = serde_json::from_slice(&std::fs::read(&config).unwrap()).unwrap();
     for (key, value) in [("bos_token", "<|im_end|>"), ("eos_token", "<|endoftext|>"), ("add_eos_token", "")] {
         let count = files().len();
@@ -311,15 +311,15 @@ fn samples_are_made_again_where_the_special_tokens_or_their_file_have_changed() 
 
 #[test]
 fn a_merged_model_has_all_templates_of_the_base_as_a_folder_and_as_gguf() {
-    let desk = Desk::new();
-    let config = desk.model.join("tokenizer_config.json");
+    let folder = TestFolder::new();
+    let config = folder.model.join("tokenizer_config.json");
     let mut settings: Value = serde_json::from_slice(&std::fs::read(&config).unwrap()).unwrap();
     let merge = |out: &str| {
-        let output = zerorun().arg("merge").arg(&desk.model).arg("--out").arg(desk.path(out)).output().unwrap();
+        let output = zerorun().arg("merge").arg(&folder.model).arg("--out").arg(folder.path(out)).output().unwrap();
         assert!(output.status.success(), "{}", stderr(&output));
     };
     let keys = |file: &str| {
-        let mut file = std::fs::File::open(desk.path(file)).unwrap();
+        let mut file = std::fs::File::open(folder.path(file)).unwrap();
         let metadata = gguf_file::Content::read(&mut file).unwrap().metadata;
         let text = |key: &str| metadata.get(key).map(|value| value.to_string().unwrap().clone());
         let names = metadata.get("tokenizer.chat_templates").map(|names| format!("{names:?}"));
@@ -329,11 +329,11 @@ fn a_merged_model_has_all_templates_of_the_base_as_a_folder_and_as_gguf() {
     let entry = |name: &str, template: &str| json!({"name": name, "template": template});
     settings["chat_template"] = json!([entry("default", "usual"), entry("tool_use", "tools")]);
     std::fs::write(&config, settings.to_string()).unwrap();
-    _ = std::fs::remove_file(desk.model.join("chat_template.jinja"));
+    _ = std::fs::remove_file(folder.model.join("chat_template.jinja"));
     merge("list");
     merge("list.gguf");
     let written: Value =
-        serde_json::from_slice(&std::fs::read(desk.path("list/tokenizer_config.json")).unwrap()).unwrap();
+        serde_json::from_slice(&std::fs::read(folder.path("list/tokenizer_config.json")).unwrap()).unwrap();
     assert_eq!(written["chat_template"], settings["chat_template"]);
     let expected =
         (Some("usual".to_owned()), Some("tools".to_owned()), Some(r#"Array([String("tool_use")])"#.to_owned()));
@@ -342,15 +342,15 @@ fn a_merged_model_has_all_templates_of_the_base_as_a_folder_and_as_gguf() {
     // The templates are in files.
     settings.as_object_mut().unwrap().remove("chat_template");
     std::fs::write(&config, settings.to_string()).unwrap();
-    std::fs::create_dir(desk.model.join("additional_chat_templates")).unwrap();
-    std::fs::write(desk.model.join("chat_template.jinja"), "usual").unwrap();
-    std::fs::write(desk.model.join("additional_chat_templates/tool_use.jinja"), "tools").unwrap();
+    std::fs::create_dir(folder.model.join("additional_chat_templates")).unwrap();
+    std::fs::write(folder.model.join("chat_template.jinja"), "usual").unwrap();
+    std::fs::write(folder.model.join("additional_chat_templates/tool_use.jinja"), "tools").unwrap();
     merge("files");
     merge("files.gguf");
     for name in ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"] {
         assert_eq!(
-            std::fs::read(desk.path("files").join(name)).unwrap(),
-            std::fs::read(desk.model.join(name)).unwrap()
+            std::fs::read(folder.path("files").join(name)).unwrap(),
+            std::fs::read(folder.model.join(name)).unwrap()
         );
     }
     assert_eq!(keys("files.gguf"), expected);
@@ -358,12 +358,12 @@ fn a_merged_model_has_all_templates_of_the_base_as_a_folder_and_as_gguf() {
 
 #[test]
 fn of_a_model_for_images_too_nothing_is_written_that_is_no_such_model() {
-    let desk = Desk::new();
+    let folder = TestFolder::new();
     let from = path("models/gemma3");
     let text: Value = serde_json::from_slice(&std::fs::read(from.join("config.json")).unwrap()).unwrap();
     let config = json!({"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text,
         "vision_config": {"model_type": "siglip_vision_model"}, "torch_dtype": "float32"});
-    std::fs::write(desk.model.join("config.json"), config.to_string()).unwrap();
+    std::fs::write(folder.model.join("config.json"), config.to_string()).unwrap();
     let tensors = candle_core::safetensors::load(from.join("model.safetensors"), &Device::Cpu).unwrap();
     for prefix in ["language_model.model.", "model.language_model."] {
         let renamed = |name: &str| name.replacen("model.", prefix, 1);
@@ -371,10 +371,10 @@ fn of_a_model_for_images_too_nothing_is_written_that_is_no_such_model() {
             tensors.iter().map(|(name, tensor)| (renamed(name), tensor.clone())).collect();
         let patch = tensors.values().next().unwrap().clone();
         tensors.insert("vision_tower.vision_model.embeddings.patch_embedding.weight".into(), patch);
-        candle_core::safetensors::save(&tensors, desk.model.join("model.safetensors")).unwrap();
+        candle_core::safetensors::save(&tensors, folder.model.join("model.safetensors")).unwrap();
         // The written files also contain the part for images, under the same names.
-        let out = desk.path(prefix.trim_end_matches('.'));
-        let output = zerorun().arg("merge").arg(&desk.model).arg("--out").arg(&out).output().unwrap();
+        let out = folder.path(prefix.trim_end_matches('.'));
+        let output = zerorun().arg("merge").arg(&folder.model).arg("--out").arg(&out).output().unwrap();
         assert!(output.status.success(), "{}", stderr(&output));
         let merged = candle_core::safetensors::load(out.join("model.safetensors"), &Device::Cpu).unwrap();
         let names = |all: &std::collections::HashMap<String, Tensor>| all.keys().cloned().collect::<BTreeSet<_>>();
@@ -382,7 +382,7 @@ fn of_a_model_for_images_too_nothing_is_written_that_is_no_such_model() {
         let written: Value = serde_json::from_slice(&std::fs::read(out.join("config.json")).unwrap()).unwrap();
         assert_eq!(written["text_config"], config["text_config"]);
         let output =
-            zerorun().arg("generate").arg(&desk.model).args(["--prompt", "a", "--max_tokens", "2"]).output().unwrap();
+            zerorun().arg("generate").arg(&folder.model).args(["--prompt", "a", "--max_tokens", "2"]).output().unwrap();
         assert!(output.status.success(), "{}", stderr(&output));
     }
 }

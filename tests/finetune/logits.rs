@@ -1,6 +1,6 @@
 //! Logits and losses of all models, with both styles of config.json.
 
-use crate::fixtures::{MODELS, base, copy, far, ids, json, path, tensors};
+use crate::fixtures::{MODELS, base, copy, ids, json, max_difference, path, tensors};
 use candle_core::{DType, Device};
 use candle_zero::models::{Decoder, DecoderConfig};
 use candle_zero_finetune::BaseModel;
@@ -13,7 +13,7 @@ fn check(base: &BaseModel, name: &str) {
     let model = Decoder::new(base.config(), base.var_builder(DType::F32, &Device::Cpu)).unwrap();
     let (record, recorded) = (json(format!("logits/{name}.json")), tensors(format!("logits/{name}.safetensors")));
     let ids = ids(&record["input_ids"]);
-    let difference = far(&model.forward(&ids).unwrap(), &recorded["logits"]);
+    let difference = max_difference(&model.forward(&ids).unwrap(), &recorded["logits"]);
     assert!(difference <= LOGITS, "{name}: logits differ by {difference}");
     let time = ids.dim(1).unwrap();
     let (inputs, targets) = (ids.narrow(1, 0, time - 1).unwrap(), ids.narrow(1, 1, time - 1).unwrap());

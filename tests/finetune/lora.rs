@@ -2,7 +2,7 @@
 //! merged models and GGUF files.
 
 use crate::fixtures::{
-    adamw, adapted, base, batches, copy, far, json as record, mean, numbers, part, path, step, tensors,
+    adamw, adapted, base, batches, copy, json as record, max_difference, mean, numbers, path, rank_batch, step, tensors,
 };
 use candle_core::quantized::gguf_file::Content;
 use candle_core::{DType, Device, Tensor};
@@ -66,12 +66,12 @@ fn train(model: &str, case: &str, world: usize, stage: u8) -> Run {
             .initialize(|vb| Decoder::new(&sizes, vb), config.clone())?;
         let (mut losses, mut norms) = (vec![], vec![]);
         for batch in &batches {
-            let (inputs, targets) = part(batch, world, rank);
+            let (inputs, targets) = rank_batch(batch, world, rank);
             let (loss, norm) = step(&mut engine, |model| model.loss(&inputs, &targets))?;
             losses.push(loss);
             norms.push(norm);
         }
-        let (inputs, targets) = part(&batches[0], world, rank);
+        let (inputs, targets) = rank_batch(&batches[0], world, rank);
         let loss = engine.eval(|model| model.loss(&inputs, &targets))?;
         let final_loss = mean(&mut engine, &loss)?;
         Ok(Run { losses, norms, final_loss, adapter: Adapter::of_engine(&mut engine, lora, Some(model.into()))? })
@@ -100,7 +100,7 @@ fn adapter_differs_by(adapter: &Adapter, peft: &Path) -> f32 {
     for (key, want) in &file {
         let AdapterTensor { shape, values } = adapter.tensor(key.strip_prefix("base_model.model.").unwrap()).unwrap();
         let found = Tensor::new(&values[..], &Device::Cpu).unwrap().reshape(&shape[..]).unwrap();
-        worst = worst.max(far(&found, want));
+        worst = worst.max(max_difference(&found, want));
     }
     worst
 }
@@ -143,19 +143,20 @@ fn follow(model: &str, case: &str) {
     let want = &tensors(format!("{folder}/logits.safetensors"))["final_adapter"];
     let sizes = adapted(&base, &adapter);
     let values = AdapterInitialValues::new(&base, &sizes, Some(adapter.clone())).unwrap();
-    let difference = far(&logits(&sizes, values.var_builder(DType::F32, &Device::Cpu), model), want);
+    let difference = max_difference(&logits(&sizes, values.var_builder(DType::F32, &Device::Cpu), model), want);
     assert!(difference <= LOGITS, "{model}.{case}: logits differ by {difference}");
 
     let merged = MergedModel::new(&base, Some(&adapter)).unwrap();
     let target = out.path().join("merged");
     merged.write_hugging_face(&target, Some(candle_zero::checkpoint::ConsolidatedDtype::F32)).unwrap();
     let written = BaseModel::open(&target).unwrap();
-    let difference = far(&logits(written.config(), written.var_builder(DType::F32, &Device::Cpu), model), want);
+    let difference =
+        max_difference(&logits(written.config(), written.var_builder(DType::F32, &Device::Cpu), model), want);
     assert!(difference <= LOGITS, "{model}.{case}: merged logits differ by {difference}");
     let changed = tensors(format!("{folder}/merged.safetensors"));
     let file = candle_core::safetensors::load(target.join("model.safetensors"), &Device::Cpu).unwrap();
     for (name, want) in &changed {
-        let difference = far(&file[name], want);
+        let difference = max_difference(&file[name], want);
         assert!(difference <= WEIGHTS, "{model}.{case}: merged {name} differs by {difference}");
     }
     for (name, shape) in base.config().parameters().unwrap() {
@@ -218,7 +219,7 @@ fn a_fresh_adapter_changes_nothing_whatever_its_kind() {
                 let mut engine = builder.initialize(|vb| Decoder::new(&sizes, vb), config.clone())?;
                 engine.eval(|model| model.forward(&ids)?.get(1))
             });
-            let difference = far(&runs.unwrap().remove(0).unwrap(), &want);
+            let difference = max_difference(&runs.unwrap().remove(0).unwrap(), &want);
             assert!(difference <= 1e-5, "{model}, {lora}: logits differ by {difference}");
         }
     }
@@ -258,7 +259,8 @@ fn a_written_gguf_holds_the_merged_model() {
             let ids = tensors(format!("logits/{model}.safetensors"))["input_ids"].to_dtype(DType::U32).unwrap();
             let ids = ids.narrow(0, 1, 1).unwrap().narrow(1, 0, time).unwrap().contiguous().unwrap();
             let built = Decoder::new(read.config(), read.var_builder(DType::F32, &Device::Cpu)).unwrap();
-            let difference = far(&built.forward(&ids).unwrap().get(0).unwrap(), &want.narrow(0, 0, time).unwrap());
+            let found = built.forward(&ids).unwrap().get(0).unwrap();
+            let difference = max_difference(&found, &want.narrow(0, 0, time).unwrap());
             println!("{model} {format:?}: logits differ by {difference}");
             assert!(difference <= tolerance, "{model} {format:?}: logits differ by {difference}");
         }
@@ -319,7 +321,7 @@ fn a_written_gguf_has_the_keys_and_tensors_of_llama_cpp() {
     let weight = tensors("models/gpt2/model.safetensors")["transformer.h.0.attn.c_attn.weight"].t().unwrap();
     let mut file = std::fs::File::open(out.path().join("gpt2")).unwrap();
     let found = gpt2.tensor(&mut file, "blk.0.attn_qkv.weight", &Device::Cpu).unwrap();
-    let difference = far(&found.dequantize(&Device::Cpu).unwrap(), &weight.contiguous().unwrap());
+    let difference = max_difference(&found.dequantize(&Device::Cpu).unwrap(), &weight.contiguous().unwrap());
     assert!(difference < 1e-3, "{difference}");
 }
 

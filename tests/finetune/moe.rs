@@ -2,7 +2,8 @@
 //! stages 0 and 3, and on one and two ranks.
 
 use crate::fixtures::{
-    ProbeTolerances, Records, adamw, check_probes, check_session, far, ids, mean, next_tokens, numbers, step, values,
+    ProbeTolerances, Records, adamw, check_probes, check_session, ids, max_difference, mean, next_tokens, numbers,
+    step, values,
 };
 use candle_core::{DType, Device, Tensor};
 use candle_zero::comm::threads;
@@ -21,7 +22,7 @@ const LOSS: f64 = 2e-5;
 const LOSS_AFTER_STEPS: f64 = 5e-5;
 const BALANCE: f64 = 1e-5;
 const NORM: f64 = 1e-4;
-const WEIGHTS: ProbeTolerances = ProbeTolerances { usual: 2e-5, outlier: 10.0 * 2e-5, key_biases: 1e-3 };
+const WEIGHTS: ProbeTolerances = ProbeTolerances { typical: 2e-5, outlier: 10.0 * 2e-5, key_biases: 1e-3 };
 /// The positions whose logits are recorded.
 const POSITIONS: [u32; 8] = [5, 11, 17, 23, 29, 35, 41, 47];
 
@@ -56,7 +57,7 @@ fn check_logits(name: &str, base: &BaseModel) {
     let model = model_of(base, &balanced(base, 1.0));
     let logits = model.forward(&rows).unwrap();
     let positions = Tensor::new(&POSITIONS, &Device::Cpu).unwrap();
-    let difference = far(&logits.index_select(&positions, 1).unwrap(), &recorded["logits"]);
+    let difference = max_difference(&logits.index_select(&positions, 1).unwrap(), &recorded["logits"]);
     assert!(difference <= LOGITS, "{name}: logits differ by {difference}");
     let (loss, report) = model.routed_loss(&rows, &next_tokens(&rows), None, None, None).unwrap();
     let loss = check_close(scalar(&loss), &summary["mean_next_token_loss"], LOSS, name);

@@ -2,7 +2,7 @@
 //! same bits at stages 0 and 3, and are written, read and merged as in PEFT. With experts in 4 bits, training gives the
 //! same bits at all stages.
 
-use crate::fixtures::{adamw, adapted, far, ids, numbers, part, probed, step, values};
+use crate::fixtures::{adamw, adapted, ids, max_difference, numbers, probe_values, rank_batch, step, values};
 use crate::moe::MOE;
 use candle_core::{DType, Device, Tensor};
 use candle_zero::comm::threads;
@@ -39,7 +39,7 @@ fn base_of(case: &str) -> BaseModel {
 /// Returns the mean loss of `model` on the inputs whose losses and logits are recorded.
 fn recorded_loss(case: &str, model: &Decoder) -> f64 {
     let rows = ids(&MOE.json(format!("logits/{}.json", case.split_once('.').unwrap().0))["input_ids"]);
-    let (inputs, targets) = part(&rows, 1, 0);
+    let (inputs, targets) = rank_batch(&rows, 1, 0);
     f64::from(model.loss(&inputs, &targets).unwrap().to_scalar::<f32>().unwrap())
 }
 
@@ -66,7 +66,7 @@ fn train(case: &str, world: usize, stage: u8) -> Run {
             .initialize(|vb| Decoder::new(&sizes, vb), config.clone())?;
         let (mut losses, mut norms) = (vec![], vec![]);
         for batch in MOE.batches() {
-            let (inputs, targets) = part(&batch, world, rank);
+            let (inputs, targets) = rank_batch(&batch, world, rank);
             let (loss, norm) = step(&mut engine, |model| model.loss(&inputs, &targets))?;
             losses.push(loss);
             norms.push(norm);
@@ -103,7 +103,7 @@ fn follow(case: &str) {
 fn check_adapter(adapter: &Adapter, recorded: &Value, context: &str) {
     for (key, recorded) in recorded.as_object().unwrap() {
         let AdapterTensor { values, .. } = adapter.tensor(key.strip_prefix("base_model.model.").unwrap()).unwrap();
-        for (found, want) in probed(values).iter().zip(numbers(recorded)) {
+        for (found, want) in probe_values(values).iter().zip(numbers(recorded)) {
             assert!((found - want as f32).abs() <= WEIGHTS, "{context}: {key} is {found}, but must be {want}");
         }
     }
@@ -157,7 +157,7 @@ fn check_result(case: &str, stage: &str, want: f64) {
         if stage == "final"
             && let Some(recorded) = changed.get(name)
         {
-            for (found, want) in probed(&after).iter().zip(numbers(recorded)) {
+            for (found, want) in probe_values(&after).iter().zip(numbers(recorded)) {
                 assert!((found - want as f32).abs() <= 1e-6, "{case}: merged {name} has {found}, but must have {want}");
             }
         }
@@ -290,7 +290,7 @@ fn train_on_four_bits(model: &str, world: usize, stage: u8, unpacked: Option<usi
         let mut engine = builder.initialize(|vb| Decoder::new(&sizes, vb), config.clone())?;
         let mut losses = vec![];
         for batch in &MOE.batches()[..3] {
-            let (inputs, targets) = part(batch, world, rank);
+            let (inputs, targets) = rank_batch(batch, world, rank);
             losses.push(step(&mut engine, |model| model.loss(&inputs, &targets))?.0);
         }
         let names = engine.trainable_parameters();
@@ -340,9 +340,11 @@ fn no_block_of_four_bits_has_elements_of_two_experts() {
             let mine = expert * len..(expert + 1) * len;
             let alone = rounded(&values[mine.clone()]);
             // Small differences are allowed because a scale of scales is shared by more elements than one expert has.
-            let far =
-                far(&Tensor::new(&together[mine], &Device::Cpu).unwrap(), &Tensor::new(alone, &Device::Cpu).unwrap());
-            assert!(far <= 1e-2, "{name}, expert {expert}: {far}");
+            let difference = max_difference(
+                &Tensor::new(&together[mine], &Device::Cpu).unwrap(),
+                &Tensor::new(alone, &Device::Cpu).unwrap(),
+            );
+            assert!(difference <= 1e-2, "{name}, expert {expert}: {difference}");
         }
         count += 1;
     }

@@ -1,6 +1,6 @@
 //! Low-rank adapters on a 4-bit base, and on blocks that are recomputed in the backward pass.
 
-use crate::fixtures::{base, far, tensors, values};
+use crate::fixtures::{base, max_difference, tensors, values};
 use candle_core::{DType, Device, Tensor};
 use candle_zero::comm::threads;
 use candle_zero::models::{Decoder, DecoderConfig};
@@ -117,7 +117,7 @@ fn a_fresh_adapter_of_dora_beside_four_bits_changes_nothing() {
             runs.unwrap().remove(0).unwrap()
         };
         let (want, found) = (logits(None), logits(Some("r=4,dora")));
-        let difference = far(&found, &want);
+        let difference = max_difference(&found, &want);
         assert!(difference <= 2e-5, "{model}: logits differ by {difference}");
     }
 }

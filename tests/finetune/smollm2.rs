@@ -1,7 +1,7 @@
 //! Compares a real model, SmolLM2-135M-Instruct, with records of transformers and PEFT. The variable
 //! `CANDLE_ZERO_SMOLLM2`, which scripts/check_finetune.sh sets, names the model's folder.
 
-use crate::fixtures::{far, json as record, numbers};
+use crate::fixtures::{json as record, max_difference, numbers};
 use crate::support::skips::skipped;
 use candle_core::{DType, Device, Tensor};
 use candle_zero::comm::SoloCommunicator;
@@ -155,7 +155,7 @@ fn logits_for_peft() {
         let ids = row(&ids(&sample["input_ids"])[..64]);
         let logits = |model: &Decoder| model.forward(&ids).unwrap().detach();
         let (base, adapter) = (logits(&plain), logits(&adapted));
-        assert!(far(&base, &adapter) > 0.0);
+        assert!(max_difference(&base, &adapter) > 0.0);
         all.insert(format!("base.{number}"), base);
         all.insert(format!("adapter.{number}"), adapter);
         all.insert(format!("ids.{number}"), ids);

@@ -1,6 +1,8 @@
 //! Full fine-tuning matches PyTorch step by step, and gives the same bits at all stages.
 
-use crate::fixtures::{MODELS, adamw, base, batches, json as record, mean, numbers, part, path, step, tensors, values};
+use crate::fixtures::{
+    MODELS, adamw, base, batches, json as record, mean, numbers, path, rank_batch, step, tensors, values,
+};
 use candle_core::{DType, Device};
 use candle_zero::comm::threads;
 use candle_zero::models::Decoder;
@@ -43,12 +45,12 @@ fn train(name: &str, case: &Value, decays_all: bool, world: usize, stage: u8, re
         let mut engine = builder.initialize(|vb| Decoder::new(&sizes, vb), config.clone())?;
         let (mut losses, mut norms) = (vec![], vec![]);
         for batch in &batches {
-            let (inputs, targets) = part(batch, world, rank);
+            let (inputs, targets) = rank_batch(batch, world, rank);
             let (loss, norm) = step(&mut engine, |model| model.loss(&inputs, &targets))?;
             losses.push(loss);
             norms.push(norm);
         }
-        let (inputs, targets) = part(&batches[0], world, rank);
+        let (inputs, targets) = rank_batch(&batches[0], world, rank);
         let loss = engine.eval(|model| model.loss(&inputs, &targets))?;
         let final_loss = mean(&mut engine, &loss)?;
         engine.export_safetensors(&file)?;

@@ -44,8 +44,8 @@ fn hostfile(folder: &Path) -> std::path::PathBuf {
 
 /// Returns a command that runs `zerorun` on the first host, with a program in place of ssh.
 fn first_host(hosts: &Hosts) -> Command {
-    let mut command = hosts.on(0, 200).unwrap();
-    command.arg("env").arg(format!("ZERORUN_RSH={}", hosts.reach().display())).arg(LAUNCHER);
+    let mut command = hosts.command_on(0, 200).unwrap();
+    command.arg("env").arg(format!("ZERORUN_RSH={}", hosts.remote_shell().display())).arg(LAUNCHER);
     command
 }
 
@@ -117,7 +117,7 @@ fn an_adapter_of_two_hosts_has_the_bytes_of_one_host_and_the_choice_has_its_reas
     // One launcher runs on each host, as if a job scheduler had started it.
     let port = free_port().to_string();
     let launchers = ["0", "1"].map(|node| {
-        let mut command = hosts.on(usize::from(node == "1"), 200).unwrap();
+        let mut command = hosts.command_on(usize::from(node == "1"), 200).unwrap();
         command.arg(LAUNCHER);
         let node_flags =
             ["--nnodes", "2", "--node_rank", node, "--master_addr", "10.77.0.1", "--master_port", &port, "-n", "2"];
@@ -142,7 +142,7 @@ fn mpirun_starts_the_ranks_of_a_fine_tuning_with_both_libraries() {
     let hostfile = hostfile(folder.path());
     with_each(test, |mpi| {
         let name = if mpi == Mpi::OpenMpi { "openmpi" } else { "mpich" };
-        let mut command = hosts.with(mpi).unwrap();
+        let mut command = hosts.command_with_mpirun(mpi).unwrap();
         command.arg(LAUNCHER);
         let words = hosts.options(mpi).unwrap().join(" ");
         let flags = ["--hostfile", hostfile.to_str().unwrap(), "--launcher", name, "--launcher_args", &words];

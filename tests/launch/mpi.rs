@@ -325,7 +325,7 @@ fn mpirun_starts_the_ranks_of_a_hostfile_if_it_is_asked_to() {
     std::fs::write(&file, "10.77.0.1 slots=3\n10.77.0.2 slots=2\n10.77.0.3 slots=2\n").unwrap();
     let launcher = |mpi: Mpi| if mpi == Mpi::OpenMpi { "openmpi" } else { "mpich" };
     let start = |mpi: Mpi, name: &str| {
-        let mut command = hosts.with(mpi).unwrap();
+        let mut command = hosts.command_with_mpirun(mpi).unwrap();
         command
             .args([env!("CARGO_BIN_EXE_zerorun"), "--hostfile"])
             .arg(&file)
@@ -952,10 +952,10 @@ fn hosts_with_other_programs_are_named() {
     });
 }
 
-/// Builds a stand-in for an MPI library. It has the functions that ranks call first, but connects no ranks. If `kind`
-/// is `old`, the stand-in represents a version before MPI 3; if it is `one_thread`, the stand-in supports only a single
+/// Builds a mock of an MPI library. It has the functions that ranks call first, but connects no ranks. If `kind`
+/// is `old`, the mock represents a version before MPI 3; if it is `one_thread`, the mock supports only a single
 /// thread; otherwise, it has all required features.
-fn stand_in(folder: &Path, kind: &str) -> std::path::PathBuf {
+fn mock_mpi_library(folder: &Path, kind: &str) -> std::path::PathBuf {
     let mut code = String::new();
     let mut function = |name: &str, arguments: &str, body: &str| {
         code += &format!(
@@ -1064,7 +1064,7 @@ fn a_library_that_is_missing_or_not_the_launchers_is_named() {
         [("old", "MPI_Get_library_version"), ("one_thread", "several threads"), ("whole", "rank 0 of 1")]
     {
         let folder = tempfile::tempdir().unwrap();
-        let library = stand_in(folder.path(), kind);
+        let library = mock_mpi_library(folder.path(), kind);
         let mut start = Command::new("env");
         start.args(["PMI_RANK=1", "PMI_SIZE=2"]).arg(format!("CANDLE_ZERO_MPI_LIBRARY={}", library.display()));
         let text = report(in_role(start, "leaves")).replace(&library.display().to_string(), "LIBRARY");

@@ -22,7 +22,7 @@ const LAUNCHER: &str = env!("CARGO_BIN_EXE_zerorun");
 
 /// Returns the launcher of one of two hosts, for two ranks.
 fn launcher(hosts: &Hosts, node: usize, options: &str) -> Command {
-    let mut command = hosts.on(node, 300).unwrap();
+    let mut command = hosts.command_on(node, 300).unwrap();
     command.args([LAUNCHER, "--nnodes", "2", "--node_rank", &node.to_string(), "--master_addr", "10.77.0.1"]);
     command.args(["--num_ranks", "2"]).args(options.split_whitespace());
     command
@@ -74,7 +74,7 @@ impl Training {
     }
 }
 
-pub fn ended(child: Child) -> Output {
+pub fn wait_with_output(child: Child) -> Output {
     child.wait_with_output().unwrap()
 }
 
@@ -97,7 +97,7 @@ fn a_launcher_on_each_of_two_hosts_and_a_hostfile_give_the_bits_of_one_host() {
     let expected = training.on_one_host(3);
     assert_eq!(expected.len(), 3);
     let both = [0, 1].map(|node| start(&mut training.of(launcher(&hosts, node, ""), "nodes", 3, None)));
-    let [first, second] = both.map(ended);
+    let [first, second] = both.map(wait_with_output);
     assert!(first.status.success() && second.status.success(), "{}{}", stderr(&first), stderr(&second));
     assert_eq!(steps(&training.metrics("nodes")), expected, "--nnodes");
     let [name, _] = hosts.names();
@@ -105,8 +105,8 @@ fn a_launcher_on_each_of_two_hosts_and_a_hostfile_give_the_bits_of_one_host() {
 
     let file = training.folder.path().join("hostfile");
     std::fs::write(&file, "10.77.0.1 slots=2\n10.77.0.2 slots=2\n").unwrap();
-    let mut command = hosts.on(0, 110).unwrap();
-    command.arg("env").arg(format!("ZERORUN_RSH={}", hosts.reach().display()));
+    let mut command = hosts.command_on(0, 110).unwrap();
+    command.arg("env").arg(format!("ZERORUN_RSH={}", hosts.remote_shell().display()));
     command.args([LAUNCHER, "--hostfile"]).arg(&file);
     let output = training.of(command, "hostfile", 3, None).output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
@@ -124,14 +124,14 @@ fn hosts_that_save_on_their_own_disks_go_on_together() {
     disks.iter().for_each(|disk| std::fs::create_dir(disk).unwrap());
     let run = |until: usize| {
         let both = [0, 1].map(|node| {
-            let mut command = hosts.on(node, 110).unwrap();
+            let mut command = hosts.command_on(node, 110).unwrap();
             // The disk is mounted at the same path on both hosts.
             command.args(["sh", "-c", "mount --bind \"$1\" \"$2\" && shift 2 && exec \"$@\"", "sh"]);
             command.args([&disks[node], &mount]).args([LAUNCHER, "--nnodes", "2", "--node_rank", &node.to_string()]);
             command.args(["--master_addr", "10.77.0.1", "--num_ranks", "2"]);
             start(&mut training.of(command, "disks", until, Some(1)))
         });
-        for output in both.map(ended) {
+        for output in both.map(wait_with_output) {
             assert!(output.status.success(), "{}", stderr(&output));
         }
         steps(&training.metrics("disks"))
@@ -172,18 +172,18 @@ fn the_start_command_of_the_jobset_runs_on_two_hosts() {
     let first = words.iter_mut().find(|word| *word == "train-host-0-0.train").unwrap();
     *first = "10.77.0.1".into();
     let both = [0, 1].map(|node| {
-        let mut command = hosts.on(node, 110).unwrap();
+        let mut command = hosts.command_on(node, 110).unwrap();
         command.current_dir("/").args(["env", &format!("PATH={path}"), &format!("JOB_COMPLETION_INDEX={node}")]);
         start(command.args(&words))
     });
-    for output in both.map(ended) {
+    for output in both.map(wait_with_output) {
         assert!(output.status.success(), "{}", stderr(&output));
     }
     assert_eq!(steps(&training.metrics("jobset")), expected);
 }
 
 /// Returns the number of steps that a training run has reported so far.
-pub fn done(metrics: &Path) -> usize {
+pub fn step_count(metrics: &Path) -> usize {
     std::fs::read_to_string(metrics).map_or(0, |text| text.lines().filter(|line| line.contains("\"loss\"")).count())
 }
 
@@ -242,10 +242,10 @@ fn take_away(hosts: &Hosts, lost: usize, way: Cut, delay: Duration, context: &st
     let mut both = [0, 1].map(|node| start(&mut training.of(launcher(hosts, node, ""), "cut", 10_000, None)));
     let began = wait_up_to(Duration::from_secs(100), "the second step", || {
         let ended = both.iter_mut().any(|launcher| launcher.try_wait().unwrap().is_some());
-        (ended || done(&training.metrics("cut")) > 1).then_some(!ended)
+        (ended || step_count(&training.metrics("cut")) > 1).then_some(!ended)
     });
     if !began {
-        let errors = both.map(|launcher| stderr(&ended(launcher)));
+        let errors = both.map(|launcher| stderr(&wait_with_output(launcher)));
         panic!("{context}: a launcher ended before the second step: {errors:?}");
     }
     std::thread::sleep(delay);
@@ -255,7 +255,7 @@ fn take_away(hosts: &Hosts, lost: usize, way: Cut, delay: Duration, context: &st
         Cut::Kill => hosts.kill_all(lost),
     }
     let cut_time = Instant::now();
-    let outputs = both.map(ended);
+    let outputs = both.map(wait_with_output);
     let elapsed = cut_time.elapsed();
     if way == Cut::Cable {
         hosts.plug(lost, true);
@@ -295,21 +295,21 @@ fn a_job_goes_on_without_a_host_that_is_cut_off_and_with_it_when_it_is_back() {
     let both = [0, 1].map(|node| start(&mut training.of(launcher(&hosts, node, options), "back", 2000, Some(EVERY))));
     let metrics = training.metrics("back");
     let limit = Duration::from_secs(100);
-    let second = wait_up_to(limit, "the first checkpoint", || (done(&metrics) > EVERY).then(|| ranks(&hosts, 1)));
+    let second = wait_up_to(limit, "the first checkpoint", || (step_count(&metrics) > EVERY).then(|| ranks(&hosts, 1)));
     let _kills = KillOnDrop([second.clone(), ranks(&hosts, 0)].concat());
     hosts.plug(1, false);
     wait_up_to(limit, "the end of the ranks that were cut off", || second.iter().all(|pid| !runs(*pid)).then_some(()));
-    let before = done(&metrics);
-    wait_up_to(limit, "steps without them", || (done(&metrics) > before + EVERY).then_some(()));
+    let before = step_count(&metrics);
+    wait_up_to(limit, "steps without them", || (step_count(&metrics) > before + EVERY).then_some(()));
     assert_eq!(ranks(&hosts, 1), [0; 0]);
     hosts.plug(1, true);
     wait_up_to(limit, "the other host's ranks", || (ranks(&hosts, 1).len() == 2).then_some(()));
-    let before = done(&metrics);
-    wait_up_to(limit, "steps with them", || (done(&metrics) > before + EVERY).then_some(()));
+    let before = step_count(&metrics);
+    wait_up_to(limit, "steps with them", || (step_count(&metrics) > before + EVERY).then_some(()));
     for pid in hosts.processes(0, "zerorun") {
         kill_process(Pid::from_raw(pid).unwrap(), Signal::TERM).unwrap();
     }
-    let [first, second] = both.map(ended);
+    let [first, second] = both.map(wait_with_output);
     let errors = stderr(&first);
     assert_eq!([first.status.code(), second.status.code()], [Some(143); 2], "{errors}{}", stderr(&second));
     let [_, name] = hosts.names();
@@ -350,12 +350,14 @@ fn a_signal_to_one_launcher_ends_the_ranks_of_both_in_good_order() {
     let Some(hosts) = cluster(test) else { return };
     let training = Training::new();
     let both = [0, 1].map(|node| start(&mut training.of(launcher(&hosts, node, ""), "signal", 10_000, Some(1))));
-    wait_up_to(Duration::from_secs(100), "the second step", || (done(&training.metrics("signal")) > 1).then_some(()));
+    wait_up_to(Duration::from_secs(100), "the second step", || {
+        (step_count(&training.metrics("signal")) > 1).then_some(())
+    });
     let _kills = KillOnDrop([ranks(&hosts, 0), ranks(&hosts, 1)].concat());
     for pid in hosts.processes(1, "zerorun") {
         kill_process(Pid::from_raw(pid).unwrap(), Signal::TERM).unwrap();
     }
-    let [first, second] = both.map(ended);
+    let [first, second] = both.map(wait_with_output);
     assert_eq!([first.status.code(), second.status.code()], [Some(143); 2], "{}{}", stderr(&first), stderr(&second));
     assert!(
         stdout(&first).contains("is saved, and --resume continues from there"),
@@ -383,7 +385,7 @@ pub fn launcher_in(folder: &Path, port: u16, options: &str, args: &str) -> Comma
 }
 
 /// Returns the output of a launcher, with placeholders for parts that differ each time.
-pub fn said(output: &Output, port: u16) -> String {
+pub fn normalized_stderr(output: &Output, port: u16) -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
     let text = stderr(output).replace(name.trim(), "NAME").replace(&port.to_string(), "PORT");
     let mut parts = text.trim_end().split(" with checksum ");
@@ -405,10 +407,10 @@ fn refused(options: &str, args: &str, change: impl Fn(&Path)) -> (String, String
     wait_up_to(Duration::from_secs(20), "the first launcher", listens);
     let output = launcher_in(folders[1].path(), port, options, args).output().unwrap();
     send(Signal::TERM, &first);
-    let first = ended(first);
+    let first = wait_with_output(first);
     assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
     let is_refusal = |line: &&str| line.contains("was refused");
-    (said(&output, port), said(&first, port).lines().filter(is_refusal).collect())
+    (normalized_stderr(&output, port), normalized_stderr(&first, port).lines().filter(is_refusal).collect())
 }
 
 #[test]
@@ -451,13 +453,13 @@ fn two_hosts_with_one_number_are_told_so() {
     let later = wait_up_to(Duration::from_secs(20), "the refusal", || {
         (0..2).find(|at| both[*at].try_wait().unwrap().is_some())
     });
-    let output = ended(both.remove(later));
+    let output = wait_with_output(both.remove(later));
     for launcher in [first, both.remove(0)] {
         send(Signal::TERM, &launcher);
-        ended(launcher);
+        wait_with_output(launcher);
     }
     assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
-    insta::assert_snapshot!(said(&output, port), @"zerorun: the first host refused this one: --node_rank 1 is already used by host NAME; give each host its own number from 0 to 2, and each job its own --master_port");
+    insta::assert_snapshot!(normalized_stderr(&output, port), @"zerorun: the first host refused this one: --node_rank 1 is already used by host NAME; give each host its own number from 0 to 2, and each job its own --master_port");
 }
 
 #[test]
@@ -470,7 +472,7 @@ fn hosts_that_do_not_find_one_another_say_what_to_look_at() {
         command.args(options.split_whitespace()).arg("./train").current_dir(folder.path());
         let output = command.output().unwrap();
         assert_eq!(output.status.code(), Some(code), "{}", stderr(&output));
-        said(&output, port)
+        normalized_stderr(&output, port)
     };
     insta::assert_snapshot!(launch_alone(1, 2), @"zerorun: the first host, 127.0.0.1, could not be reached on port PORT within 1 s: Connection refused (os error 111); start zerorun with --node_rank 0 there, set --master_addr to an address at which this host reaches it, and check that the port is open");
     insta::assert_snapshot!(launch_alone(0, 1), @"zerorun: 1 of 2 hosts connected within 1 s; missing: --node_rank 1; start zerorun on each missing host with the same --nnodes, --master_addr and --master_port, and check that this port of the first host can be reached");
@@ -506,7 +508,7 @@ fn a_launcher_that_is_killed_is_done_without_and_taken_back() {
     let third = launch(2);
     worlds("3 2 3");
     std::fs::write(folder.path().join("end"), "").unwrap();
-    let [first, second, third] = [first, second, third].map(ended);
+    let [first, second, third] = [first, second, third].map(wait_with_output);
     let errors = stderr(&first);
     for output in [first, second, third] {
         assert!(output.status.success(), "{}", stderr(&output));
@@ -530,7 +532,7 @@ fn a_hostfile_that_is_wrong_or_names_an_unreachable_host_ends_with_its_name() {
         assert_eq!(output.status.code(), Some(code), "{}", stderr(&output));
         // The first host's launcher may report its own end before or after these messages.
         let is_relevant = |line: &&str| line.contains("hosts") || line.contains("far.invalid");
-        said(&output, port).lines().filter(is_relevant).collect::<Vec<_>>().join("\n")
+        normalized_stderr(&output, port).lines().filter(is_relevant).collect::<Vec<_>>().join("\n")
     };
     insta::assert_snapshot!(message(None, &unreachable, 2), @"zerorun: cannot read the hostfile hosts: No such file or directory (os error 2); give --hostfile a file with a line NAME slots=N for each host");
     insta::assert_snapshot!(message(Some("a slots=2\nb\n"), &unreachable, 2), @"zerorun: hosts:2: `b` is not a hostfile entry; write NAME slots=N, for example `worker-0 slots=4`");

@@ -13,11 +13,11 @@ const STEPS: usize = 8;
 fn command(dir: &Path, ranks: usize, pipeline: &Value, options: &[&str]) -> Command {
     let mut command = zerorun();
     command.args(["-n", &ranks.to_string()]).args(options);
-    train(command, dir, pipeline)
+    add_training_program(command, dir, pipeline)
 }
 
 /// Adds the program and its arguments to a launcher's command.
-fn train(mut command: Command, dir: &Path, pipeline: &Value) -> Command {
+fn add_training_program(mut command: Command, dir: &Path, pipeline: &Value) -> Command {
     let config = json!({
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4, "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -56,12 +56,12 @@ fn results(dir: &Path) -> Results {
     (steps, files)
 }
 
-fn trained(ranks: usize, pipeline: &Value) -> Results {
-    trained_and_sampled(ranks, pipeline).0
+fn train(ranks: usize, pipeline: &Value) -> Results {
+    train_and_sample(ranks, pipeline).0
 }
 
 /// Returns the results of training, and what the job prints: the text that the model generates.
-fn trained_and_sampled(ranks: usize, pipeline: &Value) -> (Results, String) {
+fn train_and_sample(ranks: usize, pipeline: &Value) -> (Results, String) {
     let dir = tempfile::tempdir().unwrap();
     let output = command(dir.path(), ranks, pipeline, &[]).output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
@@ -70,7 +70,7 @@ fn trained_and_sampled(ranks: usize, pipeline: &Value) -> (Results, String) {
 
 #[test]
 fn a_pipeline_of_processes_has_the_losses_and_norms_of_one() {
-    let ((expected, _), text) = trained_and_sampled(1, &json!({}));
+    let ((expected, _), text) = train_and_sample(1, &json!({}));
     assert!(text.contains("sample: "), "{text}");
     assert_eq!(expected.len(), STEPS);
     assert!(expected[STEPS - 1]["loss"].as_f64() < expected[0]["loss"].as_f64());
@@ -80,9 +80,9 @@ fn a_pipeline_of_processes_has_the_losses_and_norms_of_one() {
         json!({"schedule": "interleaved", "chunks": 2}),
         json!({"schedule": "zbv", "chunks": 2}),
     ] {
-        assert_eq!(trained(2, &pipeline).0, expected, "{pipeline}");
+        assert_eq!(train(2, &pipeline).0, expected, "{pipeline}");
     }
-    let ((steps, _), same_text) = trained_and_sampled(3, &json!({"schedule": "zero_bubble"}));
+    let ((steps, _), same_text) = train_and_sample(3, &json!({"schedule": "zero_bubble"}));
     // With several ranks, lines begin with the rank.
     let sample = |text: &str| text.split_once("sample: ").map(|(_, sample)| sample.to_owned());
     assert_eq!((steps, sample(&same_text)), (expected, sample(&text)));
@@ -103,7 +103,7 @@ fn a_job_whose_ranks_are_killed_at_many_moments_ends_with_the_same_bytes() {
 /// kills.
 fn kill_ranks(kills: std::ops::Range<u64>) {
     let pipelines = [json!({}), json!({"schedule": "zero_bubble"}), json!({"stages": 2})];
-    let expected = pipelines.each_ref().map(|pipeline| trained(4, pipeline));
+    let expected = pipelines.each_ref().map(|pipeline| train(4, pipeline));
     for kill in kills {
         let index = kill as usize % pipelines.len();
         let dir = tempfile::tempdir().unwrap();
@@ -148,7 +148,8 @@ fn a_pipeline_across_two_hosts_has_the_losses_norms_and_weights_of_one_host() {
         let pipelines = if pipeline.get("stages").is_some() { 2 } else { 1 };
         with_each(test, |mpi| {
             let dir = tempfile::tempdir().unwrap();
-            let output = train(hosts.mpirun(mpi, ranks).unwrap(), dir.path(), &pipeline).output().unwrap();
+            let output =
+                add_training_program(hosts.mpirun(mpi, ranks).unwrap(), dir.path(), &pipeline).output().unwrap();
             assert!(output.status.success(), "{mpi:?}, {pipeline}: {}", stderr(&output));
             let (losses, all_weights) = (results(dir.path()).0, weights(dir.path()));
             assert_eq!(losses, expected[pipelines - 1].0, "{mpi:?}, {pipeline}");

@@ -1,7 +1,7 @@
 //! The port at which the launchers of several hosts meet: which hosts are admitted, where the port is open, and what
 //! strangers can do there.
 
-use crate::nodes::{ARGS, ended, host_folder, launcher_in, said};
+use crate::nodes::{ARGS, host_folder, launcher_in, normalized_stderr, wait_with_output};
 use crate::support::processes::{
     free_port, launcher, program, send, start, stderr, stdout, wait_up_to, zerorun, zerorun_within,
 };
@@ -34,9 +34,12 @@ fn two_launchers(first: &[(&str, &str)], second: &[(&str, &str)]) -> [(Option<i3
     if !second.status.success() {
         send(Signal::TERM, &first);
     }
-    [ended(first), second].map(|output| {
+    [wait_with_output(first), second].map(|output| {
         let is_relevant = |line: &&str| !line.starts_with("zerorun: stopped by");
-        (output.status.code(), said(&output, port).lines().filter(is_relevant).collect::<Vec<_>>().join("\n"))
+        (
+            output.status.code(),
+            normalized_stderr(&output, port).lines().filter(is_relevant).collect::<Vec<_>>().join("\n"),
+        )
     })
 }
 
@@ -85,7 +88,7 @@ fn the_port_is_open_at_the_first_hosts_address_alone() {
     // All of 127/8 is local on Linux.
     assert!(TcpStream::connect(("127.0.0.2", port)).is_err());
     send(Signal::TERM, &first);
-    let output = ended(first);
+    let output = wait_with_output(first);
     assert!(!stderr(&output).contains("warning"), "{}", stderr(&output));
 
     let mut command = zerorun();
@@ -105,7 +108,7 @@ fn the_port_is_open_at_the_first_hosts_address_alone() {
             &port.to_string(),
         ]);
         let output = launcher.envs(secret.map(|s| ("CANDLE_ZERO_SECRET", s))).arg("./train").current_dir(folder.path());
-        said(&output.output().unwrap(), port)
+        normalized_stderr(&output.output().unwrap(), port)
     };
     let warning = messages(None);
     insta::assert_snapshot!(warning.lines().next().unwrap(), @"zerorun: warning: anyone who can reach port PORT on 0.0.0.0 can take a host's place in this job, because CANDLE_ZERO_SECRET is not set; set it to the same value on every host, for example the output of `openssl rand -hex 32`");
@@ -309,7 +312,7 @@ fn strangers_at_the_port_neither_stop_a_job_nor_restart_it_nor_take_much_of_its_
         let threads = std::fs::read_dir(format!("/proc/{}/task", first.id())).unwrap().count();
         assert!(threads < 100, "{context}: {threads} threads");
         pair.end();
-        let outputs: Vec<Output> = [first, second].into_iter().map(ended).collect();
+        let outputs: Vec<Output> = [first, second].into_iter().map(wait_with_output).collect();
         for output in &outputs {
             let errors = stderr(output);
             assert!(output.status.success(), "{context}: {errors}");
@@ -343,7 +346,7 @@ fn out_of_descriptors_a_launcher_waits_and_lets_hosts_in_afterwards() {
     assert!(used < 100, "{used} hundredths of a second of computing");
     pair.end();
     drop(all);
-    for output in [first, second].map(ended) {
+    for output in [first, second].map(wait_with_output) {
         assert!(output.status.success(), "{}", stderr(&output));
     }
 }

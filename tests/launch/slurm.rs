@@ -2,7 +2,7 @@
 //! launcher.
 
 use crate::mpi::{config, steps, three_steps, train};
-use crate::nodes::{cluster, done};
+use crate::nodes::{cluster, step_count};
 use crate::support::processes::{as_program, example, program, start, stderr, stdout, wait_up_to, zerorun};
 use crate::support::skips::{skipped, skipped_in_part};
 use crate::support::slurm::Slurm;
@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 /// Returns two nodes, or reports why there are none.
 fn slurm<T: Fn() + Copy>(test: T) -> Option<Slurm> {
-    if let Some(name) = Slurm::lacking() {
+    if let Some(name) = Slurm::missing_program() {
         skipped(test, format!("no {name}; apt-get install slurm-wlm"));
         return None;
     }
@@ -173,7 +173,7 @@ fn all_tasks_of_srun_with_k_end_when_one_is_killed_and_nothing_is_left() {
     let mut srun = four_tasks(&slurm, "-K --ntasks-per-node=2");
     srun.arg(train_gpt).args(["--model", "nano", "--steps", "100000", "--sample", "0", "--ds_config", &config(3)]);
     let srun = start(srun.arg("--metrics").arg(&metrics));
-    wait_up_to(Duration::from_secs(60), "a step", || (done(&metrics) > 0).then_some(()));
+    wait_up_to(Duration::from_secs(60), "a step", || (step_count(&metrics) > 0).then_some(()));
     let tasks = slurm.hosts().processes(1, "train_gpt");
     assert_eq!(tasks.len(), 2);
     let begin = Instant::now();

@@ -29,7 +29,7 @@ fn tokens(data: &TokenData, starts: impl Iterator<Item = usize>) -> (Tensor, Ten
 /// Trains on the first nine tenths of the corpus, calling `after_step` after each step. Returns the validation loss on
 /// the rest, and the bytes that this rank received from other islands or, if there are no islands, from all other
 /// ranks.
-pub(super) fn trained(
+pub(super) fn train_and_validate(
     comm: Arc<dyn Communicator>,
     local_steps: Option<Value>,
     steps: usize,
@@ -77,7 +77,7 @@ pub(super) fn trained(
 #[ignore = "takes half an hour; run it with: cargo test --release --test local_steps -- --ignored --nocapture"]
 fn fifty_local_steps_on_four_islands_are_within_one_percent_of_synchronous_training() {
     let steps = std::env::var("CANDLE_ZERO_STEPS").map_or(10_000, |steps| steps.parse().unwrap());
-    let (synchronous, all_bytes) = on_ranks(ISLANDS, |comm| trained(comm, None, steps, |_| {}))[0];
+    let (synchronous, all_bytes) = on_ranks(ISLANDS, |comm| train_and_validate(comm, None, steps, |_| {}))[0];
     eprintln!("synchronous: validation loss {synchronous:.4}, {all_bytes} bytes");
     for (section, share) in [
         (json!({"steps": 50}), 50.0),
@@ -87,7 +87,7 @@ fn fifty_local_steps_on_four_islands_are_within_one_percent_of_synchronous_train
     ] {
         let mut section = section;
         section["islands"] = json!(ISLANDS);
-        let (loss, bytes) = on_ranks(ISLANDS, |comm| trained(comm, Some(section.clone()), steps, |_| {}))[0];
+        let (loss, bytes) = on_ranks(ISLANDS, |comm| train_and_validate(comm, Some(section.clone()), steps, |_| {}))[0];
         let (change, fraction) = (loss / synchronous - 1.0, all_bytes as f64 / bytes as f64);
         eprintln!("{section}: validation loss {loss:.4} ({:+.2} %), 1/{fraction:.0} of the bytes", 100.0 * change);
         assert!(change < 0.01, "{section}: {loss} instead of {synchronous}");

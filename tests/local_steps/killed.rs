@@ -53,7 +53,7 @@ fn text(seed: u64) -> (Tensor, Tensor) {
 
 /// Trains up to the last step, calling `after_step` after each step, and returns the loss on text that was not trained
 /// on.
-fn trained(
+fn train_and_validate(
     comm: Arc<dyn Communicator>,
     section: Value,
     steps: u64,
@@ -96,7 +96,7 @@ fn as_an_island() {
     let steps = number("ISLAND_TEST_STEPS").parse().unwrap();
     let slot = number("CANDLE_ZERO_ISLAND_SLOT");
     std::fs::write(dir.join(format!("pid.{slot}")), std::process::id().to_string()).unwrap();
-    let loss = trained(comm, section, steps, |engine| {
+    let loss = train_and_validate(comm, section, steps, |engine| {
         let (slot, step) = (engine.island().unwrap().0, engine.global_steps());
         if gates.contains(&step) {
             std::fs::write(dir.join(format!("at.{step}.{slot}")), std::process::id().to_string()).unwrap();
@@ -181,7 +181,7 @@ fn final_loss(island: Child) -> f32 {
 /// Returns the loss of a run of all islands in one job.
 fn loss_of_one_job() -> f32 {
     let section = json!({"steps": WINDOW, "islands": SLOTS});
-    threads::run(SLOTS, |comm| trained(comm, section.clone(), STEPS, |_| {})).unwrap().remove(0).unwrap()
+    threads::run(SLOTS, |comm| train_and_validate(comm, section.clone(), STEPS, |_| {})).unwrap().remove(0).unwrap()
 }
 
 #[test]
@@ -254,13 +254,13 @@ fn as_an_island_that_trains_nano() {
     let slot = std::env::var("CANDLE_ZERO_ISLAND_SLOT").unwrap();
     std::fs::write(dir.join(format!("pid.{slot}")), std::process::id().to_string()).unwrap();
     let section = json!({"steps": 50, "islands": SLOTS, "min_islands": 3});
-    let trained = convergence::trained(comm, Some(section), steps, |engine| {
+    let result = convergence::train_and_validate(comm, Some(section), steps, |engine| {
         let step = engine.global_steps();
         if step.is_multiple_of(50) {
             std::fs::write(dir.join(format!("step.{slot}")), format!("{step}\n")).unwrap();
         }
     });
-    println!("final loss {}", trained.unwrap().0);
+    println!("final loss {}", result.unwrap().0);
 }
 
 #[test]
@@ -303,7 +303,8 @@ fn islands_that_are_killed_twice_and_join_twice_are_within_one_percent_of_synchr
     server.end();
     assert!(losses.iter().all(|loss| *loss == losses[0]), "{losses:?}");
     let ranks = convergence::ISLANDS;
-    let (synchronous, _) = on_ranks(ranks, |comm| convergence::trained(comm, None, steps as usize, |_| {}))[0];
+    let (synchronous, _) =
+        on_ranks(ranks, |comm| convergence::train_and_validate(comm, None, steps as usize, |_| {}))[0];
     let change = f64::from(losses[0]) / synchronous - 1.0;
     println!("validation loss {} instead of {synchronous} ({:+.2} %)", losses[0], 100.0 * change);
     assert!(change < 0.01, "{} instead of {synchronous}", losses[0]);

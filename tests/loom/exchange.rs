@@ -230,7 +230,7 @@ const RACE: &str = "Causality violation";
 #[test]
 fn loom_finds_a_publication_that_is_ordered_before_the_data() {
     let three_pieces: Rank = |region, rank| all_exchange(region, rank, 3, AWAKE);
-    for plant in [Plant::PublicationBeforeData, Plant::RelaxedPublication, Plant::RelaxedLookAtPublication] {
+    for plant in [Plant::PublicationBeforeData, Plant::RelaxedPublication, Plant::RelaxedPublicationLoad] {
         println!("{plant:?}");
         assert_found(found(plant, Sleep::Never, three_pieces), RACE);
     }
@@ -249,7 +249,7 @@ fn loom_finds_a_sleep_that_nobody_ends() {
 
 #[test]
 fn loom_finds_a_text_that_is_read_while_it_is_written() {
-    for plant in [Plant::RelaxedState, Plant::RelaxedLookAtState] {
+    for plant in [Plant::RelaxedState, Plant::RelaxedStateLoad] {
         println!("{plant:?}");
         let look: Rank = |region, rank| {
             if rank == 0 { region.abort(0, "no disk") } else { drop(region.state(0)) }
@@ -296,7 +296,7 @@ fn packets_of_a_mailbox_arrive_complete_in_every_order() {
 
 #[test]
 fn loom_finds_a_packet_that_is_published_before_its_data() {
-    for plant in [Plant::RelaxedPublication, Plant::RelaxedLookAtPublication] {
+    for plant in [Plant::RelaxedPublication, Plant::RelaxedPublicationLoad] {
         let found = std::panic::catch_unwind(|| messages(None, Sleep::Never, plant));
         assert!(found.is_err(), "{plant:?}");
     }

@@ -30,7 +30,7 @@ pub enum Plant {
     /// Stores of `published` are relaxed.
     RelaxedPublication,
     /// Loads of `published` are relaxed.
-    RelaxedLookAtPublication,
+    RelaxedPublicationLoad,
     /// A piece is published before its data is written.
     PublicationBeforeData,
     /// Both of a rank's slots are the same slot.
@@ -40,7 +40,7 @@ pub enum Plant {
     /// Stores of `state` are relaxed.
     RelaxedState,
     /// Loads of `state` are relaxed.
-    RelaxedLookAtState,
+    RelaxedStateLoad,
 }
 
 /// The length of time that a thread sleeps.
@@ -102,7 +102,7 @@ macro_rules! word {
             pub fn plant(&mut self, plant: Plant) {
                 match plant {
                     Plant::RelaxedPublication => self.store = Ordering::Relaxed,
-                    Plant::RelaxedLookAtPublication => self.load = Ordering::Relaxed,
+                    Plant::RelaxedPublicationLoad => self.load = Ordering::Relaxed,
                     Plant::NoTotalOrder => self.fences = false,
                     _ => {}
                 }
@@ -255,13 +255,13 @@ impl SharedMemoryRegion {
             };
             match plant {
                 Plant::None | Plant::PublicationBeforeData | Plant::OneSlot => {}
-                Plant::RelaxedPublication | Plant::RelaxedLookAtPublication => block.published.plant(plant),
+                Plant::RelaxedPublication | Plant::RelaxedPublicationLoad => block.published.plant(plant),
                 Plant::NoTotalOrder => {
                     block.published.plant(plant);
                     block.sleepers.plant(plant);
                 }
                 Plant::RelaxedState => block.state.store = Ordering::Relaxed,
-                Plant::RelaxedLookAtState => block.state.load = Ordering::Relaxed,
+                Plant::RelaxedStateLoad => block.state.load = Ordering::Relaxed,
             }
             block
         };

@@ -19,7 +19,7 @@ fn count(name: &str) -> Option<Count> {
 }
 
 /// Returns whether the driver is the mock.
-pub fn is_stand_in() -> bool {
+pub fn is_mock() -> bool {
     count("mock_cuda_live_bytes").is_some()
 }
 
@@ -74,7 +74,7 @@ impl Device {
     }
 
     /// Returns the live bytes and their maximum, as the mock counts them.
-    pub fn counted(&self) -> (usize, usize) {
+    pub fn live_and_peak_bytes(&self) -> (usize, usize) {
         let of = |name| {
             // SAFETY: the function has this type.
             unsafe { count(name).unwrap()(self.ordinal) }

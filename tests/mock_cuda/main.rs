@@ -10,7 +10,7 @@ mod skips;
 mod device;
 mod nccl;
 
-use device::{Device, is_stand_in};
+use device::{Device, is_mock};
 use std::process::{Command, Output};
 
 const SEEDS: std::ops::RangeInclusive<u64> = 0..=20;
@@ -54,8 +54,8 @@ fn role() -> Option<String> {
 }
 
 /// Returns whether `test` can run. If it cannot, reports it as skipped.
-fn stand_in<T: Fn()>(test: T) -> bool {
-    let is_available = is_stand_in();
+fn has_mock<T: Fn()>(test: T) -> bool {
+    let is_available = is_mock();
     if !is_available {
         skips::skipped(test, "needs the mock of CUDA, tools/mock_cuda");
     }
@@ -64,7 +64,7 @@ fn stand_in<T: Fn()>(test: T) -> bool {
 
 #[test]
 fn a_missing_wait_between_streams_is_found() {
-    if !stand_in(a_missing_wait_between_streams_is_found) {
+    if !has_mock(a_missing_wait_between_streams_is_found) {
         return;
     }
     let name = "a_missing_wait_between_streams_is_found";
@@ -89,7 +89,7 @@ fn a_missing_wait_between_streams_is_found() {
 
 #[test]
 fn a_copy_to_pinned_memory_that_nobody_waits_for_is_found() {
-    if !stand_in(a_copy_to_pinned_memory_that_nobody_waits_for_is_found) {
+    if !has_mock(a_copy_to_pinned_memory_that_nobody_waits_for_is_found) {
         return;
     }
     let name = "a_copy_to_pinned_memory_that_nobody_waits_for_is_found";
@@ -112,7 +112,7 @@ fn a_copy_to_pinned_memory_that_nobody_waits_for_is_found() {
 
 #[test]
 fn a_host_that_reads_device_memory_is_found() {
-    if !stand_in(a_host_that_reads_device_memory_is_found) {
+    if !has_mock(a_host_that_reads_device_memory_is_found) {
         return;
     }
     if role().is_some() {
@@ -129,7 +129,7 @@ fn a_host_that_reads_device_memory_is_found() {
 
 #[test]
 fn memory_used_after_its_release_is_found() {
-    if !stand_in(memory_used_after_its_release_is_found) {
+    if !has_mock(memory_used_after_its_release_is_found) {
         return;
     }
     if let Some(role) = role() {
@@ -162,7 +162,7 @@ fn memory_used_after_its_release_is_found() {
 
 #[test]
 fn a_second_release_is_found() {
-    if !stand_in(a_second_release_is_found) {
+    if !has_mock(a_second_release_is_found) {
         return;
     }
     if role().is_some() {
@@ -182,7 +182,7 @@ fn a_second_release_is_found() {
 
 #[test]
 fn a_kernel_that_leaves_its_memory_is_found() {
-    if !stand_in(a_kernel_that_leaves_its_memory_is_found) {
+    if !has_mock(a_kernel_that_leaves_its_memory_is_found) {
         return;
     }
     if role().is_some() {
@@ -200,7 +200,7 @@ fn a_kernel_that_leaves_its_memory_is_found() {
 
 #[test]
 fn an_address_in_a_table_is_followed_only_as_one_of_global_memory() {
-    if !stand_in(an_address_in_a_table_is_followed_only_as_one_of_global_memory) {
+    if !has_mock(an_address_in_a_table_is_followed_only_as_one_of_global_memory) {
         return;
     }
     let name = "an_address_in_a_table_is_followed_only_as_one_of_global_memory";
@@ -221,7 +221,7 @@ fn an_address_in_a_table_is_followed_only_as_one_of_global_memory() {
 
 #[test]
 fn memory_of_another_device_is_refused() {
-    if !stand_in(memory_of_another_device_is_refused) {
+    if !has_mock(memory_of_another_device_is_refused) {
         return;
     }
     let (zero, one) = (Device::new(0), Device::new(1));
@@ -233,7 +233,7 @@ fn memory_of_another_device_is_refused() {
 
 #[test]
 fn fresh_memory_is_not_a_number() {
-    if stand_in(fresh_memory_is_not_a_number) {
+    if has_mock(fresh_memory_is_not_a_number) {
         let device = Device::new(0);
         let stream = device.stream();
         let values = device.alloc(stream, 64);
@@ -243,7 +243,7 @@ fn fresh_memory_is_not_a_number() {
 
 #[test]
 fn a_device_has_no_more_memory_than_it_is_given_and_counts_what_lives() {
-    if !stand_in(a_device_has_no_more_memory_than_it_is_given_and_counts_what_lives) {
+    if !has_mock(a_device_has_no_more_memory_than_it_is_given_and_counts_what_lives) {
         return;
     }
     if role().is_some() {
@@ -251,10 +251,10 @@ fn a_device_has_no_more_memory_than_it_is_given_and_counts_what_lives() {
         let stream = device.stream();
         let first = device.alloc(stream, 192 << 10);
         let second = device.try_alloc(stream, 128 << 10);
-        let before = device.counted();
+        let before = device.live_and_peak_bytes();
         device.free(stream, first);
         let third = device.try_alloc(stream, 128 << 10);
-        return answer((second.unwrap_err(), before, third.is_ok(), device.counted()));
+        return answer((second.unwrap_err(), before, third.is_ok(), device.live_and_peak_bytes()));
     }
     // The device has 1 MiB. 192 Ki floats take 768 KiB, and 128 Ki floats take 512 KiB.
     let name = "a_device_has_no_more_memory_than_it_is_given_and_counts_what_lives";
@@ -266,7 +266,7 @@ fn a_device_has_no_more_memory_than_it_is_given_and_counts_what_lives() {
 
 #[test]
 fn barriers_and_shuffles_give_the_sum_in_every_order_of_threads() {
-    if !stand_in(barriers_and_shuffles_give_the_sum_in_every_order_of_threads) {
+    if !has_mock(barriers_and_shuffles_give_the_sum_in_every_order_of_threads) {
         return;
     }
     if role().is_some() {
@@ -294,7 +294,7 @@ fn barriers_and_shuffles_give_the_sum_in_every_order_of_threads() {
 
 #[test]
 fn a_forgotten_barrier_is_found_in_some_order_of_threads() {
-    if !stand_in(a_forgotten_barrier_is_found_in_some_order_of_threads) {
+    if !has_mock(a_forgotten_barrier_is_found_in_some_order_of_threads) {
         return;
     }
     if role().is_some() {
@@ -310,7 +310,7 @@ fn a_forgotten_barrier_is_found_in_some_order_of_threads() {
 
 #[test]
 fn a_kernel_that_would_hang_is_an_error_with_its_name() {
-    if !stand_in(a_kernel_that_would_hang_is_an_error_with_its_name) {
+    if !has_mock(a_kernel_that_would_hang_is_an_error_with_its_name) {
         return;
     }
     if role().is_some() {
@@ -328,7 +328,7 @@ fn a_kernel_that_would_hang_is_an_error_with_its_name() {
 
 #[test]
 fn a_call_without_a_stand_in_says_its_name() {
-    if !stand_in(a_call_without_a_stand_in_says_its_name) {
+    if !has_mock(a_call_without_a_stand_in_says_its_name) {
         return;
     }
     if role().is_some() {

@@ -2,7 +2,7 @@
 //! finds.
 
 use crate::device::Device;
-use crate::{SEEDS, answer, answer_of, child, role, stand_in};
+use crate::{SEEDS, answer, answer_of, child, has_mock, role};
 use candle_core::cuda_backend::cudarc::driver::sys::{CUdeviceptr, CUstream};
 use libloading::os::unix::Library;
 use std::ffi::{c_int, c_void};
@@ -166,7 +166,7 @@ fn on_ranks<T: Send>(size: usize, work: impl Fn(Rank) -> T + Sync) -> Vec<T> {
 
 #[test]
 fn collectives_of_threads_give_what_their_names_say() {
-    if !stand_in(collectives_of_threads_give_what_their_names_say) {
+    if !has_mock(collectives_of_threads_give_what_their_names_say) {
         return;
     }
     for size in [1, 2, 4] {
@@ -210,7 +210,7 @@ fn collectives_of_threads_give_what_their_names_say() {
 
 #[test]
 fn messages_of_a_group_pass_one_another() {
-    if !stand_in(messages_of_a_group_pass_one_another) {
+    if !has_mock(messages_of_a_group_pass_one_another) {
         return;
     }
     let received = on_ranks(3, |rank| {
@@ -235,7 +235,7 @@ fn messages_of_a_group_pass_one_another() {
 
 #[test]
 fn calls_that_do_not_block_reach_the_stream_when_the_library_says_so() {
-    if !stand_in(calls_that_do_not_block_reach_the_stream_when_the_library_says_so) {
+    if !has_mock(calls_that_do_not_block_reach_the_stream_when_the_library_says_so) {
         return;
     }
     let id = unique_id();
@@ -281,7 +281,7 @@ fn calls_that_do_not_block_reach_the_stream_when_the_library_says_so() {
 
 #[test]
 fn a_collective_goes_on_though_no_host_waits_for_it() {
-    if !stand_in(a_collective_goes_on_though_no_host_waits_for_it) {
+    if !has_mock(a_collective_goes_on_though_no_host_waits_for_it) {
         return;
     }
     let barrier = std::sync::Barrier::new(2);
@@ -300,7 +300,7 @@ fn a_collective_goes_on_though_no_host_waits_for_it() {
 
 #[test]
 fn a_missing_wait_before_a_collective_is_found() {
-    if !stand_in(a_missing_wait_before_a_collective_is_found) {
+    if !has_mock(a_missing_wait_before_a_collective_is_found) {
         return;
     }
     let name = "nccl::a_missing_wait_before_a_collective_is_found";
@@ -326,7 +326,7 @@ fn a_missing_wait_before_a_collective_is_found() {
 
 #[test]
 fn different_collectives_hang_are_named_and_end_by_an_abort() {
-    if !stand_in(different_collectives_hang_are_named_and_end_by_an_abort) {
+    if !has_mock(different_collectives_hang_are_named_and_end_by_an_abort) {
         return;
     }
     let name = "nccl::different_collectives_hang_are_named_and_end_by_an_abort";
@@ -359,7 +359,7 @@ fn different_collectives_hang_are_named_and_end_by_an_abort() {
 
 #[test]
 fn processes_sum_and_one_that_is_killed_is_an_error_of_the_other() {
-    if !stand_in(processes_sum_and_one_that_is_killed_is_an_error_of_the_other) {
+    if !has_mock(processes_sum_and_one_that_is_killed_is_an_error_of_the_other) {
         return;
     }
     let name = "nccl::processes_sum_and_one_that_is_killed_is_an_error_of_the_other";

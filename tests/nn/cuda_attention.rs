@@ -29,7 +29,7 @@ fn grouped(
     let reference = move |a: &[candle_core::Tensor]| {
         composed::attention(&a[0], &a[1], &a[2], heads, kv_heads, &attend, packed.as_ref())
     };
-    Case { rounds_on_the_way: true, ..case(name, &[&q, &kv, &kv], layer, reference) }
+    Case { rounds_intermediates: true, ..case(name, &[&q, &kv, &kv], layer, reference) }
 }
 
 /// Returns a case with queries, keys and values side by side.
@@ -39,7 +39,7 @@ fn fused([batch, time, heads, _, head]: Sizes, attend: AttentionOptions, sequenc
     let packed = sequences.clone();
     let layer = move |a: &[candle_core::Tensor]| nn::fused_attention(&a[0], heads, &attend, sequences.as_ref());
     let reference = move |a: &[candle_core::Tensor]| composed::fused_attention(&a[0], heads, &attend, packed.as_ref());
-    Case { rounds_on_the_way: true, ..case(name, &[&shape], layer, reference) }
+    Case { rounds_intermediates: true, ..case(name, &[&shape], layer, reference) }
 }
 
 #[test]

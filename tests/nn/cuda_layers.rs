@@ -38,7 +38,7 @@ pub(super) struct Case {
     pub layer: Function,
     pub composed: Function,
     /// Whether 16-bit results have an error beyond one rounding, because products on the device round their results.
-    pub rounds_on_the_way: bool,
+    pub rounds_intermediates: bool,
 }
 
 pub(super) fn case(
@@ -48,7 +48,13 @@ pub(super) fn case(
     composed: impl Fn(&[Tensor]) -> Result<Tensor> + 'static,
 ) -> Case {
     let shapes = shapes.iter().map(|s| s.to_vec()).collect();
-    Case { name: name.into(), shapes, layer: Box::new(layer), composed: Box::new(composed), rounds_on_the_way: false }
+    Case {
+        name: name.into(),
+        shapes,
+        layer: Box::new(layer),
+        composed: Box::new(composed),
+        rounds_intermediates: false,
+    }
 }
 
 /// Returns the result, and the gradient of each argument for a gradient of the result that every dtype can represent.
@@ -87,11 +93,11 @@ pub(super) fn check(gpu: &Device, cases: Vec<Case>) {
             let host: Vec<Tensor> = (0..).zip(&case.shapes).map(|(i, s)| tensor(s, i, dtype)).collect();
             let args: Vec<Tensor> = host.iter().map(|a| a.to_device(gpu).unwrap()).collect();
             let wide: Vec<Tensor> = host.iter().map(|a| a.to_dtype(DType::F64).unwrap()).collect();
-            let tolerance = if case.rounds_on_the_way && dtype != DType::F32 { 4.0 * tolerance } else { tolerance };
+            let tolerance = if case.rounds_intermediates && dtype != DType::F32 { 4.0 * tolerance } else { tolerance };
             let ((y, grads), (want, want_grads)) = (run(&case.layer, &args), run(&case.composed, &wide));
             let what = format!("{} {dtype:?}", case.name);
             assert_eq!(y.device().location(), gpu.location(), "{what}");
-            let floor = if case.rounds_on_the_way { largest(&flat(&want)) } else { 1.0 };
+            let floor = if case.rounds_intermediates { largest(&flat(&want)) } else { 1.0 };
             close(&flat(&y), &flat(&want), 1.01 * tolerance, floor, &format!("{what} value"));
             if dtype == DType::F32 {
                 let (composed, _) = run(&case.composed, &args);
@@ -418,7 +424,7 @@ fn losses_are_those_of_the_formulas_with_their_slopes() {
                 composed::log_probabilities(&logits, targets, cap)?.reshape((2, 9))
             },
         );
-        cases.extend([loss, logarithms].map(|case| Case { rounds_on_the_way: true, ..case }));
+        cases.extend([loss, logarithms].map(|case| Case { rounds_intermediates: true, ..case }));
     }
     check(&gpu, cases);
 }
@@ -535,5 +541,5 @@ fn linear_layers_and_what_follows_are_those_of_the_formulas_with_their_slopes() 
             },
         ));
     }
-    check(&gpu, cases.into_iter().map(|case| Case { rounds_on_the_way: true, ..case }).collect());
+    check(&gpu, cases.into_iter().map(|case| Case { rounds_intermediates: true, ..case }).collect());
 }

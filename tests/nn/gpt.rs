@@ -10,17 +10,17 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 /// The parameters that a model requested: (name, shape, hint), in order.
-pub type Asked = Arc<Mutex<Vec<(String, Vec<usize>, Init)>>>;
+pub type RequestedParameters = Arc<Mutex<Vec<(String, Vec<usize>, Init)>>>;
 
 /// A backend with variables by name, which records the parameters that are requested.
 struct Vars {
     vars: HashMap<String, Var>,
-    asked: Asked,
+    requested: RequestedParameters,
 }
 
 impl SimpleBackend for Vars {
     fn get(&self, shape: Shape, name: &str, init: Init, _dtype: DType, _device: &Device) -> Result<Tensor> {
-        self.asked.lock().unwrap().push((name.to_string(), shape.dims().to_vec(), init));
+        self.requested.lock().unwrap().push((name.to_string(), shape.dims().to_vec(), init));
         let var = self.vars.get(name).unwrap_or_else(|| panic!("no parameter {name}"));
         assert_eq!(var.shape(), &shape, "{name}");
         Ok(var.as_tensor().clone())
@@ -37,7 +37,7 @@ impl SimpleBackend for Vars {
 
 /// Returns a model with the recorded runs' initial weights, its variables in file order, and the parameters that it
 /// requested.
-pub fn model(config: &GptConfig, dtype: DType) -> (Gpt, Vec<(String, Var)>, Asked) {
+pub fn model(config: &GptConfig, dtype: DType) -> (Gpt, Vec<(String, Var)>, RequestedParameters) {
     let GptConfig { n_layer, n_embd, ctx, vocab, .. } = *config;
     let vars: Vec<(String, Var)> = synth::weights(synth::Sizes { n_layer, n_embd, ctx, vocab })
         .into_iter()
@@ -46,10 +46,10 @@ pub fn model(config: &GptConfig, dtype: DType) -> (Gpt, Vec<(String, Var)>, Aske
             (name, Var::from_tensor(&value).unwrap())
         })
         .collect();
-    let asked = Asked::default();
-    let backend = Vars { vars: vars.iter().cloned().collect(), asked: asked.clone() };
+    let requested = RequestedParameters::default();
+    let backend = Vars { vars: vars.iter().cloned().collect(), requested: requested.clone() };
     let vb = VarBuilder::from_backend(Box::new(backend), dtype, Device::Cpu);
-    (Gpt::new(config, vb).unwrap(), vars, asked)
+    (Gpt::new(config, vb).unwrap(), vars, requested)
 }
 
 fn batch(first: usize, samples: usize, ctx: usize) -> (Tensor, Tensor) {
@@ -122,15 +122,15 @@ fn half_models_start_at_nearly_the_same_loss_and_norm() {
 #[test]
 fn parameters_are_asked_for_in_the_order_of_the_published_files_with_gpt2s_starts() {
     let config = GptConfig::preset("nano").unwrap();
-    let (_, vars, asked) = model(&config, DType::F32);
-    let asked = asked.lock().unwrap();
-    let names: Vec<&String> = asked.iter().map(|(name, ..)| name).collect();
+    let (_, vars, requested) = model(&config, DType::F32);
+    let requested = requested.lock().unwrap();
+    let names: Vec<&String> = requested.iter().map(|(name, ..)| name).collect();
     assert_eq!(names, vars.iter().map(|(name, _)| name).collect::<Vec<_>>());
     assert_eq!(
-        asked.iter().map(|(_, shape, _)| shape.iter().product::<usize>()).sum::<usize>(),
+        requested.iter().map(|(_, shape, _)| shape.iter().product::<usize>()).sum::<usize>(),
         config.num_parameters()
     );
-    for (name, _, init) in asked.iter() {
+    for (name, _, init) in requested.iter() {
         let residual = name.ends_with("c_proj.weight");
         match init {
             Init::Const(value) if name.ends_with("bias") => assert_eq!(*value, 0.0, "{name}"),

@@ -2,7 +2,7 @@
 //! operations whose gradients are correct, with finite differences (`layers`), and with values that PyTorch computed in
 //! f64.
 
-use super::layers::{Case, case, close, flat, rounding_on_the_way, tensor};
+use super::layers::{Case, case, close, flat, rounding_intermediates, tensor};
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
 use candle_nn::{Conv1dConfig, ConvTranspose1dConfig};
 use candle_zero::nn::{self, Conv1d, ConvTranspose1d, Pooling, composed};
@@ -103,7 +103,7 @@ pub fn cases() -> Vec<Case> {
         };
         let product = move |a: &[Tensor]| views(a).and_then(|[a, b]| nn::matmul(&a, &b));
         let composed = move |a: &[Tensor]| views(a).and_then(|[a, b]| composed::matmul(&a, &b));
-        all.push(rounding_on_the_way(case(format!("matmul {a:?} {b:?} {turned:?}"), &[&a, &b], product, composed)));
+        all.push(rounding_intermediates(case(format!("matmul {a:?} {b:?} {turned:?}"), &[&a, &b], product, composed)));
     }
     all
 }

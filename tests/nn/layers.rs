@@ -33,7 +33,7 @@ pub struct Case {
     composed: Function,
     /// Whether intermediate 16-bit numbers are also rounded, as products of 16-bit operands require: probabilities in
     /// attention, logits before a softmax, the value before an activation.
-    rounds_on_the_way: bool,
+    rounds_intermediates: bool,
 }
 
 pub fn case(
@@ -44,11 +44,11 @@ pub fn case(
 ) -> Case {
     let shapes = shapes.iter().map(|s| s.to_vec()).collect();
     let (op, composed): (Function, Function) = (Box::new(op), Box::new(composed));
-    Case { name: name.into(), shapes, op, composed, rounds_on_the_way: false }
+    Case { name: name.into(), shapes, op, composed, rounds_intermediates: false }
 }
 
-pub fn rounding_on_the_way(case: Case) -> Case {
-    Case { rounds_on_the_way: true, ..case }
+pub fn rounding_intermediates(case: Case) -> Case {
+    Case { rounds_intermediates: true, ..case }
 }
 
 fn ids(shape: &[usize], below: u32) -> Tensor {
@@ -106,7 +106,7 @@ fn cases() -> Vec<Case> {
         |a| composed::gelu_tanh(&(&a[0] * 8.0)?),
     ));
     for (batch, time, heads, head) in [(2, 5, 3, 4), (1, 1, 1, 1), (2, 67, 2, 5), (1, 130, 1, 3)] {
-        all.push(rounding_on_the_way(case(
+        all.push(rounding_intermediates(case(
             format!("causal_attention {batch} x {time}, {heads} heads of {head}"),
             &[&[batch, time, 3 * heads * head]],
             move |a| nn::causal_attention(&(&a[0] * 2.0)?, heads),
@@ -115,7 +115,7 @@ fn cases() -> Vec<Case> {
     }
     for (batch, time, heads, kv_heads, head) in [(2, 5, 4, 2, 4), (1, 70, 6, 1, 3), (1, 33, 2, 2, 64)] {
         let (q, kv) = ([batch, time, heads * head], [batch, time, kv_heads * head]);
-        all.push(rounding_on_the_way(case(
+        all.push(rounding_intermediates(case(
             format!("grouped_attention {batch} x {time}, {heads} heads and {kv_heads} of {head}"),
             &[&q, &kv, &kv],
             move |a| nn::grouped_attention(&(&a[0] * 2.0)?, &a[1], &a[2], heads, kv_heads),
@@ -133,7 +133,7 @@ fn cases() -> Vec<Case> {
     ] {
         let (rows, inputs, outputs) = (19, 7, 35);
         let all_shapes: [&[usize]; 4] = [&[rows, inputs], &[inputs, outputs], &[outputs], &[rows, outputs]];
-        all.push(rounding_on_the_way(case(
+        all.push(rounding_intermediates(case(
             format!("linear_then {activation:?}"),
             &all_shapes,
             move |a| {
@@ -177,7 +177,7 @@ fn cases() -> Vec<Case> {
         let targets = ids(&[2, 9], classes as u32);
         let weight = if layout == WeightLayout::OutIn { [classes, 5] } else { [5, classes] };
         let again = targets.clone();
-        all.push(rounding_on_the_way(case(
+        all.push(rounding_intermediates(case(
             format!("linear_cross_entropy {layout:?}"),
             &[&[2, 9, 5], &weight],
             move |a| nn::linear_cross_entropy(&a[0], &a[1], layout, &targets),
@@ -218,14 +218,14 @@ fn cases_of_fine_tuning() -> Vec<Case> {
     ] {
         let (q, kv) = ([2, 40, 12], [2, 40, 6]);
         let (a, b) = (sequences.clone(), sequences.clone());
-        all.push(rounding_on_the_way(case(
+        all.push(rounding_intermediates(case(
             format!("attention {attend:?} {sequences:?}"),
             &[&q, &kv, &kv],
             move |x| nn::attention(&(&x[0] * 2.0)?, &x[1], &x[2], 4, 2, &attend, a.as_ref()),
             move |x| composed::attention(&(&x[0] * 2.0)?, &x[1], &x[2], 4, 2, &attend, b.as_ref()),
         )));
         let (a, b) = (sequences.clone(), sequences.clone());
-        all.push(rounding_on_the_way(case(
+        all.push(rounding_intermediates(case(
             format!("fused_attention {attend:?} {sequences:?}"),
             &[&[2, 40, 24]],
             move |x| nn::fused_attention(&x[0], 2, &attend, a.as_ref()),
@@ -235,7 +235,7 @@ fn cases_of_fine_tuning() -> Vec<Case> {
     for (attend, sequences) in [(usual, None), (bound, Some(packed.clone())), (both_ways, None)] {
         let (q, kv) = ([2, 40, 12], [2, 40, 6]);
         let (a, b) = (sequences.clone(), sequences.clone());
-        all.push(rounding_on_the_way(case(
+        all.push(rounding_intermediates(case(
             format!("attention with sinks {attend:?} {sequences:?}"),
             &[&q, &kv, &kv, &[4]],
             move |x| {
@@ -286,7 +286,7 @@ fn cases_of_fine_tuning() -> Vec<Case> {
         move |a| nn::cross_entropy_with(&(&a[0] * 4.0)?, &i, options),
         move |a| sum(&(&a[0] * 4.0)?),
     ));
-    all.push(rounding_on_the_way(case(
+    all.push(rounding_intermediates(case(
         "linear_cross_entropy of capped logits",
         &[&[2, 9, 5], &[11, 5]],
         move |a| nn::linear_cross_entropy_with(&a[0], &a[1], WeightLayout::OutIn, &targets, options),
@@ -295,7 +295,7 @@ fn cases_of_fine_tuning() -> Vec<Case> {
     for (layout, cap) in [(WeightLayout::OutIn, None), (WeightLayout::InOut, Some(2.0))] {
         let weight = if layout == WeightLayout::OutIn { [11, 5] } else { [5, 11] };
         let (i, j) = (ids(&[2, 9], 11), ids(&[2, 9], 11));
-        all.push(rounding_on_the_way(case(
+        all.push(rounding_intermediates(case(
             format!("linear_log_probabilities {layout:?} {cap:?}"),
             &[&[2, 9, 5], &weight],
             move |a| nn::linear_log_probabilities(&a[0], &a[1], layout, &i, cap),
@@ -338,7 +338,7 @@ fn compare(dtype: DType, composed_tolerance: f64, relative: f64, absolute: f64) 
         let args: Vec<Tensor> = (0..).zip(&case.shapes).map(|(i, s)| tensor(s, i, dtype)).collect();
         // This tolerance is relative to the largest element, because intermediate values are as large as that and
         // errors add up.
-        let absolute = if case.rounds_on_the_way && dtype != DType::F32 { 4.0 * relative } else { absolute };
+        let absolute = if case.rounds_intermediates && dtype != DType::F32 { 4.0 * relative } else { absolute };
         let args_f64: Vec<Tensor> = args.iter().map(|a| a.to_dtype(DType::F64).unwrap()).collect();
         let (y, grads) = run(&case.op, &args);
         let (want_y, want_grads) = run(&case.composed, &args_f64);

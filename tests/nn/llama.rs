@@ -12,25 +12,26 @@ use std::sync::{Arc, Mutex};
 pub type Vars = Vec<(String, Var)>;
 
 /// The parameters that a model requested: (name, shape, hint), in order.
-pub type Asked = Arc<Mutex<Vec<(String, Shape, Init)>>>;
+pub type RequestedParameters = Arc<Mutex<Vec<(String, Shape, Init)>>>;
 
 /// A backend that creates a variable for every parameter, and records what is requested.
 struct Backend {
-    asked: Asked,
+    requested: RequestedParameters,
     vars: Arc<Mutex<Vars>>,
     dtype: DType,
 }
 
 impl SimpleBackend for Backend {
     fn get(&self, shape: Shape, name: &str, init: Init, _dtype: DType, _device: &Device) -> Result<Tensor> {
-        let mut asked = self.asked.lock().unwrap();
+        let mut requested = self.requested.lock().unwrap();
         // The norms' weights differ from 1, so that they matter; all weights are large enough to make softmax uneven.
         let (base, scale) = if name.contains("norm") { (1.0, 0.2) } else { (0.0, 0.1) };
-        let number = |i: usize| ((i + 1).wrapping_mul(2_654_435_761).wrapping_add(asked.len() * 97) % 65_537) as f32;
+        let number =
+            |i: usize| ((i + 1).wrapping_mul(2_654_435_761).wrapping_add(requested.len() * 97) % 65_537) as f32;
         let values = (0..shape.elem_count()).map(|i| base + scale * (number(i) / 32_768.0 - 1.0));
         let tensor = Tensor::from_iter(values, &Device::Cpu)?.reshape(&shape)?.to_dtype(self.dtype)?;
         let var = Var::from_tensor(&tensor)?;
-        asked.push((name.to_string(), shape, init));
+        requested.push((name.to_string(), shape, init));
         self.vars.lock().unwrap().push((name.to_string(), var.clone()));
         Ok(var.as_tensor().clone())
     }
@@ -44,12 +45,12 @@ impl SimpleBackend for Backend {
     }
 }
 
-pub fn model(config: &LlamaConfig, dtype: DType) -> (Llama, Vars, Asked) {
-    let (asked, vars) = (Asked::default(), Arc::<Mutex<Vars>>::default());
-    let backend = Backend { asked: asked.clone(), vars: vars.clone(), dtype };
+pub fn model(config: &LlamaConfig, dtype: DType) -> (Llama, Vars, RequestedParameters) {
+    let (requested, vars) = (RequestedParameters::default(), Arc::<Mutex<Vars>>::default());
+    let backend = Backend { requested: requested.clone(), vars: vars.clone(), dtype };
     let llama = Llama::new(config, VarBuilder::from_backend(Box::new(backend), dtype, Device::Cpu)).unwrap();
     let vars = vars.lock().unwrap().clone();
-    (llama, vars, asked)
+    (llama, vars, requested)
 }
 
 /// Returns sizes with six query heads and two key heads; no dimension of a tensor is a power of two.
@@ -175,9 +176,9 @@ fn logits_are_those_of_candle_transformers_llama() {
 fn parameters_have_the_names_of_the_published_files_and_start_as_documented() {
     for tied in [true, false] {
         let config = LlamaConfig { tie_word_embeddings: tied, ..LlamaConfig::preset("llama-nano").unwrap() };
-        let (_, _, asked) = model(&config, DType::F32);
-        let asked = asked.lock().unwrap();
-        let names: Vec<&str> = asked.iter().map(|(name, ..)| name.as_str()).collect();
+        let (_, _, requested) = model(&config, DType::F32);
+        let requested = requested.lock().unwrap();
+        let names: Vec<&str> = requested.iter().map(|(name, ..)| name.as_str()).collect();
         let mut want = vec!["model.embed_tokens.weight".to_string()];
         for i in 0..4 {
             let parts = [
@@ -196,9 +197,9 @@ fn parameters_have_the_names_of_the_published_files_and_start_as_documented() {
         want.push("model.norm.weight".into());
         want.extend((!tied).then(|| "lm_head.weight".into()));
         assert_eq!(names, want);
-        assert_eq!(asked.iter().map(|(_, shape, _)| shape.elem_count()).sum::<usize>(), config.num_parameters());
-        assert_eq!(asked[3].1.dims(), [64, 128]);
-        for (name, _, init) in asked.iter() {
+        assert_eq!(requested.iter().map(|(_, shape, _)| shape.elem_count()).sum::<usize>(), config.num_parameters());
+        assert_eq!(requested[3].1.dims(), [64, 128]);
+        for (name, _, init) in requested.iter() {
             let residual = name.contains("o_proj") || name.contains("down_proj");
             match init {
                 Init::Const(value) => assert!(name.contains("norm") && *value == 1.0, "{name}"),

@@ -55,7 +55,7 @@ impl Model {
 
 /// Loads the checkpoint in `from`, if given, trains for some steps, and saves to `to`. Returns the loss of each step
 /// and of an evaluation at the end, on rank 0.
-fn trained(
+fn train(
     (world, pipeline): (usize, Option<Value>),
     from: Option<&Path>,
     to: &Path,
@@ -131,8 +131,8 @@ fn running_statistics_are_those_of_one_rank_and_any_number_of_ranks_continues_wi
     let folder = tempfile::tempdir().unwrap();
     let dir = |name: &str| folder.path().join(name);
     let (one, whole) = (dir("one"), dir("whole"));
-    let first = trained((1, None), None, &one, 0..2);
-    let expected = trained((1, None), Some(&one), &whole, 2..4);
+    let first = train((1, None), None, &one, 0..2);
+    let expected = train((1, None), Some(&one), &whole, 2..4);
     for (at, (ranks, section)) in [
         (2, json!({})),
         (6, json!({"partition": "uniform"})),
@@ -144,10 +144,10 @@ fn running_statistics_are_those_of_one_rank_and_any_number_of_ranks_continues_wi
     {
         let [saved, on_one, here] = ["saved", "on one", "here"].map(|name| dir(&format!("{name} {at}")));
         let pipeline = (ranks, Some(section));
-        assert_eq!(trained(pipeline.clone(), None, &saved, 0..2), first, "{pipeline:?}");
+        assert_eq!(train(pipeline.clone(), None, &saved, 0..2), first, "{pipeline:?}");
         assert!(statistics(&saved, 2) == statistics(&one, 2), "{pipeline:?}");
-        assert_eq!(trained((1, None), Some(&saved), &on_one, 2..4), expected, "{pipeline:?}");
-        assert_eq!(trained((3, Some(json!({}))), Some(&saved), &here, 2..4), expected, "{pipeline:?}");
+        assert_eq!(train((1, None), Some(&saved), &on_one, 2..4), expected, "{pipeline:?}");
+        assert_eq!(train((3, Some(json!({}))), Some(&saved), &here, 2..4), expected, "{pipeline:?}");
         assert!([on_one, here].iter().all(|dir| statistics(dir, 4) == statistics(&whole, 4)), "{pipeline:?}");
     }
 }
@@ -156,8 +156,8 @@ fn running_statistics_are_those_of_one_rank_and_any_number_of_ranks_continues_wi
 fn two_pipelines_have_the_statistics_of_two_ranks_without_a_pipeline() {
     let folder = tempfile::tempdir().unwrap();
     let [plain, piped] = ["plain", "piped"].map(|name| folder.path().join(name));
-    let expected = trained((2, None), None, &plain, 0..3);
-    assert_eq!(trained((4, Some(json!({"stages": 2}))), None, &piped, 0..3)[..3], expected[..3]);
+    let expected = train((2, None), None, &plain, 0..3);
+    assert_eq!(train((4, Some(json!({"stages": 2}))), None, &piped, 0..3)[..3], expected[..3]);
     assert!(statistics(&plain, 3) == statistics(&piped, 3));
 }
 

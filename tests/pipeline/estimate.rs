@@ -34,7 +34,7 @@ fn estimated(report: &MemoryReport, engine: &MemoryReport, exact: bool) -> Vec<(
 
 /// Trains `model` on all ranks for two steps, and returns their memory reports, sorted by the ranks' positions in their
 /// pipelines.
-fn trained(model: &DecoderConfig, world_size: usize, config: &Value, frozen: &'static str) -> Vec<MemoryReport> {
+fn train(model: &DecoderConfig, world_size: usize, config: &Value, frozen: &'static str) -> Vec<MemoryReport> {
     let run = |comm: Arc<dyn Communicator>| -> candle_zero::Result<(usize, MemoryReport)> {
         let builder = Engine::builder().communicator(comm).device(Device::Cpu);
         let builder = builder.trainable(move |name, _| !name.contains(frozen));
@@ -77,7 +77,7 @@ fn the_memory_of_each_rank_is_that_of_the_engine() {
         let run = RunValues::default();
         let module = decoder_pipeline(&model).unwrap();
         let estimate = PipelineEstimate::new(&module, config.clone(), world_size, &run, prepare).unwrap();
-        let engines = trained(&model, world_size, &config, frozen);
+        let engines = train(&model, world_size, &config, frozen);
         assert_eq!(engines.len(), estimate.ranks.len() * estimate.pipelines, "{context}");
         let expected = estimate.ranks.iter().flat_map(|rank| std::iter::repeat_n(rank, estimate.pipelines));
         for (at, (rank, engine)) in expected.zip(&engines).enumerate() {

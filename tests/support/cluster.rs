@@ -149,7 +149,7 @@ impl Hosts {
 
     /// Returns a command that runs on one of the hosts with MPICH's library for at most `seconds` seconds, or `None` if
     /// the library was not fetched. The caller appends the program and its arguments.
-    pub fn on(&self, host: usize, seconds: u32) -> Option<Command> {
+    pub fn command_on(&self, host: usize, seconds: u32) -> Option<Command> {
         let lib = Mpi::Mpich.library()?;
         let name = &self.names[host];
         let mut command = limited(lib.ancestors().nth(2)?, seconds);
@@ -160,7 +160,7 @@ impl Hosts {
     }
 
     /// Returns the program that replaces ssh between the hosts.
-    pub fn reach(&self) -> PathBuf {
+    pub fn remote_shell(&self) -> PathBuf {
         let [a, b] = &self.names;
         let text = format!(
             "[ \"$1\" = -x ] && shift\ncase $1 in 10.77.0.1) host={a};; 10.77.0.2) host={b};; *) exit 255;; esac\nshift\n\
@@ -206,7 +206,7 @@ impl Hosts {
     /// Returns `mpirun` on the first host, for `ranks[0]` ranks on that host and `ranks[1]` on the second. The caller
     /// appends the program and its arguments.
     pub fn mpirun(&self, mpi: Mpi, ranks: [usize; 2]) -> Option<Command> {
-        let mut command = self.with(mpi)?;
+        let mut command = self.command_with_mpirun(mpi)?;
         command.arg(mpi.folder()?.join("bin/mpirun"));
         let hosts = format!("10.77.0.1:{},10.77.0.2:{}", ranks[0], ranks[1]);
         command.args([if mpi == Mpi::OpenMpi { "--host" } else { "-hosts" }, &hosts]);
@@ -216,7 +216,7 @@ impl Hosts {
 
     /// Returns a command that runs on the first host, with this `mpirun` on its PATH. The caller appends the program and
     /// its arguments.
-    pub fn with(&self, mpi: Mpi) -> Option<Command> {
+    pub fn command_with_mpirun(&self, mpi: Mpi) -> Option<Command> {
         let a = &self.names[0];
         let mut command = limited(&mpi.folder()?, 120);
         let script = format!("hostname {a}; {OWN_SHM}; exec \"$@\"");
@@ -226,15 +226,15 @@ impl Hosts {
 
     /// Returns the arguments that `mpirun` needs to reach the hosts.
     pub fn options(&self, mpi: Mpi) -> Option<Vec<String>> {
-        let (folder, reach) = (mpi.folder()?, self.reach());
+        let (folder, remote_shell) = (mpi.folder()?, self.remote_shell());
         let words = match mpi {
             Mpi::OpenMpi => format!(
                 "--allow-run-as-root --bind-to none --prefix {} --mca plm ssh --mca plm_rsh_agent {} --mca pml ob1 --mca btl \
                  tcp,self --mca btl_tcp_if_include 10.77.0.0/24 --prtemca oob_tcp_if_include 10.77.0.0/24",
                 folder.display(),
-                reach.display()
+                remote_shell.display()
             ),
-            Mpi::Mpich => format!("-launcher ssh -launcher-exec {} -iface cable", reach.display()),
+            Mpi::Mpich => format!("-launcher ssh -launcher-exec {} -iface cable", remote_shell.display()),
         };
         Some(words.split(' ').map(String::from).collect())
     }

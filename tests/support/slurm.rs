@@ -31,7 +31,7 @@ impl Drop for Daemons {
 
 impl Slurm {
     /// Returns the first of Slurm's programs that is missing on this machine.
-    pub fn lacking() -> Option<&'static str> {
+    pub fn missing_program() -> Option<&'static str> {
         // The exit status does not matter, because some programs require a configuration even to print their version.
         let is_installed = |name: &&str| Command::new(name).arg("-V").output().is_ok();
         ["slurmctld", "slurmd", "srun", "sbatch", "squeue", "sinfo"].into_iter().find(|name| !is_installed(name))
@@ -116,7 +116,7 @@ impl Slurm {
     /// Returns a command that runs a program on a node for at most `seconds` seconds, with MPICH's library and this
     /// Slurm. The program's arguments are appended.
     pub fn command(&self, node: usize, seconds: u32, program: &str) -> Command {
-        let mut command = self.hosts.on(node, seconds).expect("MPICH's library");
+        let mut command = self.hosts.command_on(node, seconds).expect("MPICH's library");
         command.env("SLURM_CONF", self.file("slurm.conf")).arg(program);
         command
     }

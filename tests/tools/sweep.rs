@@ -107,15 +107,15 @@ impl Folder {
         self.command(words).output().unwrap()
     }
 
-    pub fn finished(&self, words: &[&str]) -> String {
+    pub fn run_successfully(&self, words: &[&str]) -> String {
         let output = self.run(words);
         assert!(output.status.success(), "{words:?}: {}{}", stdout(&output), stderr(&output));
         stdout(&output)
     }
 
     /// Returns the JSON output of `zerorun sweep show`.
-    pub fn shown(&self, sweep: &str) -> Value {
-        serde_json::from_str(&self.finished(&["show", sweep, "--json"])).unwrap()
+    pub fn show_json(&self, sweep: &str) -> Value {
+        serde_json::from_str(&self.run_successfully(&["show", sweep, "--json"])).unwrap()
     }
 
     pub fn bytes(&self, name: &str) -> Vec<u8> {
@@ -145,10 +145,10 @@ fn paused_trials_continue_to_the_bit_and_the_best_is_found_with_few_steps() {
     let folder = Folder::new();
     folder.sweep_file("all.toml", &format!("searcher = \"grid\"\nparallel = 2\n{LR}"));
     folder.sweep_file("halved.toml", &asha(2));
-    let all = folder.finished(&["all.toml"]);
+    let all = folder.run_successfully(&["all.toml"]);
     assert!(all.starts_with("TRIAL  STATE"), "{all}");
-    folder.finished(&["halved.toml", "--out", "halved"]);
-    let (all, halved) = (folder.shown("sweeps/all"), folder.shown("halved"));
+    folder.run_successfully(&["halved.toml", "--out", "halved"]);
+    let (all, halved) = (folder.show_json("sweeps/all"), folder.show_json("halved"));
     // The order of a grid is random with this scheduler, so the numbers of the trials differ.
     let best_of = |shown: &Value| shown["best"].as_u64().unwrap() as usize;
     let (best_of_all, best) = (best_of(&all), best_of(&halved));
@@ -198,7 +198,7 @@ fn finished_after_kills(folder: &Folder, kills: &[(usize, bool)]) {
             wait_until_gone(&trials);
         }
     }
-    folder.finished(&["killed.toml", "--out", "killed"]);
+    folder.run_successfully(&["killed.toml", "--out", "killed"]);
 }
 
 fn sweep_has_ended(pid: i32) -> bool {
@@ -207,7 +207,7 @@ fn sweep_has_ended(pid: i32) -> bool {
 
 fn kills_change_nothing(folder: &Folder, kills: &[(usize, bool)]) {
     finished_after_kills(folder, kills);
-    let (whole, killed) = (folder.shown("whole"), folder.shown("killed"));
+    let (whole, killed) = (folder.show_json("whole"), folder.show_json("killed"));
     assert_eq!(whole, killed);
     let best = format!("trials/{:04}/model.safetensors", whole["best"].as_u64().unwrap());
     assert_eq!(folder.bytes(&format!("whole/{best}")), folder.bytes(&format!("killed/{best}")));
@@ -218,7 +218,7 @@ fn a_sweep_whose_processes_are_killed_ends_with_the_same_winner_and_steps() {
     let folder = Folder::new();
     let small = asha(2).replace("points = 16", "points = 6").replace("min_steps = 1", "min_steps = 2, eta = 2");
     folder.sweep_file("killed.toml", &small);
-    folder.finished(&["killed.toml", "--out", "whole"]);
+    folder.run_successfully(&["killed.toml", "--out", "whole"]);
     kills_change_nothing(&folder, &[(2, false), (7, true), (15, true), (24, false)]);
 }
 
@@ -229,7 +229,7 @@ fn campaign() {
     for round in 0..10u64 {
         let folder = Folder::new();
         folder.sweep_file("killed.toml", &asha(2));
-        folder.finished(&["killed.toml", "--out", "whole"]);
+        folder.run_successfully(&["killed.toml", "--out", "whole"]);
         let last = std::fs::read_to_string(folder.path("whole/journal.jsonl")).unwrap().lines().count() as u64;
         let drawn = |number: u64| candle_zero::util::mix(round * 1000 + number);
         let mut kills: Vec<(usize, bool)> =
@@ -246,8 +246,8 @@ fn a_branch_of_a_population_equals_a_resume_by_hand() {
     let file = "trials = 4\nscheduler = \"pbt\"\npbt = { every = 8 }\nparallel = 2\n[parameters]\n\
                 \"optimizer.params.lr\" = { log_uniform = [1e-4, 0.1] }";
     folder.sweep_file("pbt.toml", file);
-    folder.finished(&["pbt.toml", "--out", "pbt"]);
-    let shown = folder.shown("pbt");
+    folder.run_successfully(&["pbt.toml", "--out", "pbt"]);
+    let shown = folder.show_json("pbt");
     let trials = shown["trials"].as_array().unwrap();
     let branch = trials.iter().find(|trial| trial["branch"].is_object()).unwrap();
     let (number, donor) = (branch["trial"].as_u64().unwrap(), branch["branch"]["trial"].as_u64().unwrap());
@@ -283,19 +283,19 @@ fn trials_that_fail_are_recorded_and_too_many_end_the_sweep() {
     let folder = Folder::new();
     let file = "searcher = \"grid\"\nparallel = 1\n[parameters]\n\"--fail\" = [0, 1, 9]\n\"--width\" = [1, 2]";
     folder.sweep_file("fails.toml", file);
-    let table = folder.finished(&["fails.toml", "--steps", "2"]);
+    let table = folder.run_successfully(&["fails.toml", "--steps", "2"]);
     assert!(table.contains("trial 1 failed: error: the data of step 0 are missing\n"), "{table}");
-    let shown = folder.shown("sweeps/fails");
+    let shown = folder.show_json("sweeps/fails");
     let states: Vec<&str> = shown["trials"].as_array().unwrap().iter().map(|t| t["state"].as_str().unwrap()).collect();
     assert_eq!(states, ["failed", "failed", "failed", "failed", "complete", "complete"]);
     let output = folder.run(&["fails.toml", "--steps", "2", "--max_failures", "2", "--out", "ended"]);
     assert_eq!(output.status.code(), Some(1));
     let messages = stderr(&output);
     insta::assert_snapshot!(messages.lines().last().unwrap(), @"zerorun: the number of failed trials is 3, and max_failures is 2; the last one failed with: error: the data of step 1 are missing; correct the command and begin again with another --out, or continue with a larger --max_failures");
-    assert_eq!(folder.shown("ended")["failures"], 3);
+    assert_eq!(folder.show_json("ended")["failures"], 3);
     // With a larger limit, the sweep continues.
-    folder.finished(&["resume", "ended", "--max_failures", "9"]);
-    assert_eq!(folder.shown("ended")["trials"], shown["trials"]);
+    folder.run_successfully(&["resume", "ended", "--max_failures", "9"]);
+    assert_eq!(folder.show_json("ended")["trials"], shown["trials"]);
 }
 
 #[test]
@@ -316,8 +316,8 @@ fn a_sweep_that_is_stopped_saves_its_trials_and_continues() {
     let output = sweep.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(128 + 15), "{}", stderr(&output));
     assert!(stderr(&output).contains("`zerorun sweep resume"), "{}", stderr(&output));
-    assert_eq!(folder.shown("slow")["trials"][0]["state"], "running");
-    let table = folder.finished(&["resume", "slow"]);
+    assert_eq!(folder.show_json("slow")["trials"][0]["state"], "running");
+    let table = folder.run_successfully(&["resume", "slow"]);
     assert!(table.contains("best: trial"), "{table}");
     // A different sweep does not continue in the folder.
     let output = folder.run(&["slow.toml", "--out", "slow", "--seed", "4", "--parallel", "2"]);
@@ -447,8 +447,8 @@ fn fine_tuning_trials_pause_and_the_winner_equals_its_own_run() {
     let sweep = "--metric val_loss --steps 3 --searcher grid --scheduler asha --min_steps 1 --eta 2 --parallel 1 --out tuned \
                  --param --lr=log_uniform:1e-4,1e-2,2";
     let sweep: Vec<&str> = sweep.split_whitespace().chain(["--"]).chain(words).collect();
-    folder.finished(&sweep);
-    let best = folder.shown("tuned")["best"].as_u64().unwrap();
+    folder.run_successfully(&sweep);
+    let best = folder.show_json("tuned")["best"].as_u64().unwrap();
     folder.train_best("tuned", "alone");
     let weights = "result/adapter_model.safetensors";
     assert_eq!(folder.bytes(&format!("tuned/trials/{best:04}/{weights}")), folder.bytes(&format!("alone/{weights}")));

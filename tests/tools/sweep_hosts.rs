@@ -52,7 +52,7 @@ impl Cluster {
         self.command(words).output().unwrap()
     }
 
-    fn finished(&self, words: &[&str]) -> String {
+    fn run_successfully(&self, words: &[&str]) -> String {
         let output = self.run(words);
         assert!(output.status.success(), "{words:?}: {}{}", stdout(&output), stderr(&output));
         stderr(&output)
@@ -93,7 +93,7 @@ impl Cluster {
     /// Checks that two sweeps have made the same decisions and have the same best model.
     fn assert_same(&self, one: &str, other: &str) {
         assert_eq!(self.decisions(one), self.decisions(other));
-        let [shown, other_shown] = [one, other].map(|sweep| self.folder.shown(sweep));
+        let [shown, other_shown] = [one, other].map(|sweep| self.folder.show_json(sweep));
         assert_eq!(shown, other_shown);
         let model = |sweep: &str| {
             let trial = shown["best"].as_u64().unwrap();
@@ -112,9 +112,10 @@ fn small() -> String {
 fn two_hosts_share_the_trials_and_make_the_decisions_of_one_host() {
     let cluster = Cluster::new();
     cluster.folder.sweep_file("s.toml", &small());
-    cluster.folder.finished(&["s.toml", "--out", "whole"]);
+    cluster.folder.run_successfully(&["s.toml", "--out", "whole"]);
     cluster.write("hosts", "alpha slots=2\nbeta slots=1\nunused slots=3\n");
-    let messages = cluster.finished(&["s.toml", "--out", "shared", "--hostfile", "hosts", "--exclude", "unused"]);
+    let messages =
+        cluster.run_successfully(&["s.toml", "--out", "shared", "--hostfile", "hosts", "--exclude", "unused"]);
     assert!(messages.contains(" runs on alpha\n") && messages.contains(" runs on beta\n"), "{messages}");
     assert!(cluster.has_placed_on("shared", "alpha") && cluster.has_placed_on("shared", "beta"));
     assert!(!cluster.has_placed_on("shared", "unused"));
@@ -124,7 +125,7 @@ fn two_hosts_share_the_trials_and_make_the_decisions_of_one_host() {
     assert!(!names.into_iter().any(|name| name.to_string_lossy().starts_with(".hosts")));
     // With fewer places than trials at a time, the others wait, and the decisions are the same.
     cluster.write("few", "localhost slots=1\nbeta slots=1\n");
-    cluster.finished(&["s.toml", "--out", "few-places", "--hostfile", "few"]);
+    cluster.run_successfully(&["s.toml", "--out", "few-places", "--hostfile", "few"]);
     assert!(cluster.has_placed_on("few-places", "localhost"));
     cluster.assert_same("whole", "few-places");
 }
@@ -135,11 +136,15 @@ fn a_population_on_two_hosts_equals_that_on_one_host() {
     let file = "trials = 4\nscheduler = \"pbt\"\npbt = { every = 8 }\nparallel = 2\n[parameters]\n\
                 \"optimizer.params.lr\" = { log_uniform = [1e-4, 0.1] }";
     cluster.folder.sweep_file("pbt.toml", file);
-    cluster.folder.finished(&["pbt.toml", "--out", "whole"]);
+    cluster.folder.run_successfully(&["pbt.toml", "--out", "whole"]);
     cluster.write("hosts", "alpha slots=1\nbeta slots=1\n");
-    cluster.finished(&["pbt.toml", "--out", "shared", "--hostfile", "hosts"]);
+    cluster.run_successfully(&["pbt.toml", "--out", "shared", "--hostfile", "hosts"]);
     assert!(
-        cluster.folder.shown("shared")["trials"].as_array().unwrap().iter().any(|trial| trial["branch"].is_object())
+        cluster.folder.show_json("shared")["trials"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .any(|trial| trial["branch"].is_object())
     );
     cluster.assert_same("whole", "shared");
 }
@@ -150,8 +155,8 @@ fn a_trial_that_fails_on_another_host_is_recorded_with_its_error() {
     let file = "searcher = \"grid\"\nhostfile = \"hosts\"\n[parameters]\n\"--fail\" = [1, 9]";
     cluster.folder.sweep_file("s.toml", file);
     cluster.write("hosts", "alpha slots=1\n");
-    cluster.finished(&["s.toml", "--steps", "2"]);
-    let shown = cluster.folder.shown("sweeps/s");
+    cluster.run_successfully(&["s.toml", "--steps", "2"]);
+    let shown = cluster.folder.show_json("sweeps/s");
     assert_eq!(shown["trials"][0]["error"], "error: the data of step 1 are missing");
     assert_eq!(shown["trials"][1]["state"], "complete");
 }
@@ -161,7 +166,7 @@ fn trials_of_a_lost_host_continue_on_another_without_counting_as_failed() {
     let cluster = Cluster::new();
     let slow = small().replace("[parameters]", "[parameters]\n\"--slow\" = [15]");
     cluster.folder.sweep_file("s.toml", &slow);
-    cluster.folder.finished(&["s.toml", "--out", "whole"]);
+    cluster.folder.run_successfully(&["s.toml", "--out", "whole"]);
     cluster.write("hosts", "alpha slots=1\nbeta slots=2\n");
     let sweep = start(&mut cluster.command(&["s.toml", "--out", "lost", "--hostfile", "hosts"]));
     cluster.wait_for_trial_on("lost", "beta");
@@ -172,7 +177,7 @@ fn trials_of_a_lost_host_continue_on_another_without_counting_as_failed() {
     let warnings: Vec<&str> = messages.lines().filter(|line| line.contains("warning")).collect();
     insta::assert_snapshot!(warnings.join("\n"), @"zerorun: warning: host beta is lost: the remote shell ended with exit code 255: rsh: beta: no route to host; no more trials are started on it, and its trials continue on other hosts from their newest checkpoints");
     cluster.assert_same("whole", "lost");
-    assert_eq!(cluster.folder.shown("lost")["failures"], 0);
+    assert_eq!(cluster.folder.show_json("lost")["failures"], 0);
 }
 
 #[test]
@@ -180,7 +185,7 @@ fn a_sweep_that_loses_all_hosts_ends_and_continues_on_others() {
     let cluster = Cluster::new();
     let slow = small().replace("[parameters]", "[parameters]\n\"--slow\" = [15]");
     cluster.folder.sweep_file("s.toml", &slow);
-    cluster.folder.finished(&["s.toml", "--out", "whole"]);
+    cluster.folder.run_successfully(&["s.toml", "--out", "whole"]);
     cluster.write("hosts", "alpha slots=3\n");
     let sweep = start(&mut cluster.command(&["s.toml", "--out", "lost", "--hostfile", "hosts"]));
     cluster.wait_for_trial_on("lost", "alpha");
@@ -190,14 +195,14 @@ fn a_sweep_that_loses_all_hosts_ends_and_continues_on_others() {
     let messages = stderr(&output).replace(cluster.folder.0.path().to_str().unwrap(), "DIR");
     insta::assert_snapshot!(messages.lines().last().unwrap(), @"zerorun: all hosts are lost; the last one was alpha: the remote shell ended with exit code 255: rsh: alpha: no route to host; when hosts can be reached again, or with another --hostfile, continue the sweep with `zerorun sweep resume DIR/lost`");
     // `show` has the host on which a trial was running.
-    let shown = cluster.folder.shown("lost");
+    let shown = cluster.folder.show_json("lost");
     let running = shown["trials"].as_array().unwrap().iter().find(|trial| trial["state"] == "running").unwrap();
     assert_eq!(running["host"], "alpha");
-    let table = cluster.folder.finished(&["show", "lost"]);
+    let table = cluster.folder.run_successfully(&["show", "lost"]);
     assert!(table.contains("running on alpha"), "{table}");
     insta::assert_snapshot!(cluster.refused(&["resume", "lost"], 2), @"zerorun: host alpha: the remote shell ended with exit code 255: rsh: alpha: no route to host; the host must be reachable by ssh without a password, and have zerorun and the working directory at the same paths as this host; otherwise, remove it from the hostfile");
     cluster.write("others", "beta slots=1\ngamma slots=1\n");
-    cluster.finished(&["resume", "lost", "--hostfile", "others"]);
+    cluster.run_successfully(&["resume", "lost", "--hostfile", "others"]);
     cluster.assert_same("whole", "lost");
 }
 
@@ -205,7 +210,7 @@ fn a_sweep_that_loses_all_hosts_ends_and_continues_on_others() {
 fn a_killed_sweep_leaves_no_trial_on_other_hosts_and_continues() {
     let cluster = Cluster::new();
     cluster.folder.sweep_file("s.toml", &small());
-    cluster.folder.finished(&["s.toml", "--out", "whole"]);
+    cluster.folder.run_successfully(&["s.toml", "--out", "whole"]);
     cluster.write("hosts", "alpha slots=2\nbeta slots=1\n");
     let words = ["s.toml", "--out", "killed", "--hostfile", "hosts"];
     for at in [6, 14, 20] {
@@ -222,7 +227,7 @@ fn a_killed_sweep_leaves_no_trial_on_other_hosts_and_continues() {
             wait_until_gone(&processes);
         }
     }
-    cluster.finished(&words);
+    cluster.run_successfully(&words);
     cluster.assert_same("whole", "killed");
 }
 
@@ -240,7 +245,7 @@ fn a_sweep_that_is_stopped_saves_its_trials_on_other_hosts() {
     assert_eq!(output.status.code(), Some(128 + 15), "{}", stderr(&output));
     wait_until_gone(&processes);
     // Without the hostfile, the sweep continues on this host.
-    let messages = cluster.finished(&["s.toml", "--out", "stopped"]);
+    let messages = cluster.run_successfully(&["s.toml", "--out", "stopped"]);
     assert!(!messages.contains(" runs on alpha"), "{messages}");
 }
 
@@ -274,7 +279,7 @@ fn hosts_that_trials_cannot_use_are_refused_at_the_start_with_their_names() {
     insta::assert_snapshot!(cluster.refused(&words, 2), @"zerorun: cannot reach host alpha with DIR/rsh: No such file or directory (os error 2); install it, or name another program in ZERORUN_RSH");
     // Once the host can be used, the sweep begins.
     program(cluster.folder.0.path(), "rsh", SHELL);
-    cluster.finished(&words);
+    cluster.run_successfully(&words);
 }
 
 #[test]

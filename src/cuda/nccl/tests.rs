@@ -19,7 +19,7 @@ const SMALL: NcclBufferLimits = NcclBufferLimits { short: 64, scratch: 1536 };
 /// Returns the library, if there are `devices` devices that threads of one process can use together.
 fn nccl(devices: usize) -> Option<NcclLibrary> {
     CudaDevice::new(devices - 1).ok()?;
-    let is_usable = devices == 1 || is_stand_in() || std::env::var("NCCL_P2P_DIRECT_DISABLE").as_deref() == Ok("1");
+    let is_usable = devices == 1 || is_mock() || std::env::var("NCCL_P2P_DIRECT_DISABLE").as_deref() == Ok("1");
     NcclLibrary::find().ok().filter(|_| is_usable)
 }
 
@@ -29,7 +29,7 @@ fn device(rank: usize) -> CudaDevice {
     if rank.is_multiple_of(2) { CudaDevice::new(rank) } else { CudaDevice::new_with_stream(rank) }.unwrap()
 }
 
-fn is_stand_in() -> bool {
+fn is_mock() -> bool {
     // SAFETY: nothing is read at the address.
     unsafe { Loaded::this().get::<*const ()>(c"mock_cuda_live_bytes") }.is_ok()
 }
@@ -131,7 +131,7 @@ fn what_travels_as_integers_has_the_bits_of_the_host() {
 
 #[test]
 fn collectives_have_the_same_bits_whatever_the_order_of_streams() {
-    let Some(library) = nccl(4).filter(|_| is_stand_in()) else { return };
+    let Some(library) = nccl(4).filter(|_| is_mock()) else { return };
     if std::env::var_os(CHILD).is_some() {
         for codes in [None, Some(IntFormat::Int4)] {
             has_the_bits_of_the_host(&library, 3, codes);
@@ -241,7 +241,7 @@ fn is_ended(comm: &NcclComm, launched: PendingNcclCollective, why: &NcclError) {
 
 #[test]
 fn a_peer_that_gives_up_ends_the_waits_of_the_others() {
-    let Some(library) = nccl(4).filter(|_| is_stand_in()) else { return };
+    let Some(library) = nccl(4).filter(|_| is_mock()) else { return };
     for sums in [NcclSumMode::Exact, NcclSumMode::Fast] {
         on_ranks(
             &library,
@@ -308,7 +308,7 @@ fn a_failure_that_the_caller_knows_ends_a_wait() {
 
 #[test]
 fn different_collectives_end_when_the_time_is_over() {
-    let Some(library) = nccl(2).filter(|_| is_stand_in()) else { return };
+    let Some(library) = nccl(2).filter(|_| is_mock()) else { return };
     on_ranks(
         &library,
         2,
@@ -385,7 +385,7 @@ fn a_peer_that_does_not_join_ends_the_meeting_when_the_time_is_over() {
 
 #[test]
 fn room_for_what_comes_from_peers_is_bounded() {
-    let Some(library) = nccl(4).filter(|_| is_stand_in()) else { return };
+    let Some(library) = nccl(4).filter(|_| is_mock()) else { return };
     on_ranks(
         &library,
         4,

@@ -248,7 +248,7 @@ impl Batches {
         let first = step * self.rows_per_step() as u64;
         let rows = (first..first + self.rows_per_step() as u64).flat_map(|row| self.row(row));
         let are_labelled = !self.dataset.labels().is_empty();
-        let of_sample = |sample: crate::SampleRef<'_>| if are_labelled { 1 } else { sample.predicted() as u64 };
+        let of_sample = |sample: crate::SampleRef<'_>| if are_labelled { 1 } else { sample.target_count() as u64 };
         rows.flat_map(|group| self.samples(*group)).map(of_sample).sum()
     }
 }

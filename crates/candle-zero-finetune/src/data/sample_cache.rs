@@ -121,7 +121,7 @@ impl<'a> SampleRef<'a> {
     }
 
     /// Returns the number of tokens that are predicted: all targets, not counting the sample's first token.
-    pub fn predicted(&self) -> usize {
+    pub fn target_count(&self) -> usize {
         let all: u32 = self.bits.iter().map(|byte| byte.count_ones()).sum();
         all as usize - usize::from(!self.is_empty() && self.is_target(0))
     }
@@ -383,7 +383,7 @@ mod tests {
                 prop_assert_eq!(&found.to_sample(), sample);
                 prop_assert_eq!(cache.length(i), sample.ids.len());
                 prop_assert_eq!((found.label, found.line), (i as u32 % 3, i as u64 + 1));
-                prop_assert_eq!(found.predicted(), sample.targets.iter().skip(1).filter(|t| **t).count());
+                prop_assert_eq!(found.target_count(), sample.targets.iter().skip(1).filter(|t| **t).count());
             }
         }
     }

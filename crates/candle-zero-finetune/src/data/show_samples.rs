@@ -23,7 +23,7 @@ pub fn show(dataset: &Dataset, tokenizer: &Tokenizer, count: usize, colour: bool
         let (path, line) = (dataset.path(i), sample.line);
         let label = dataset.labels().get(sample.label as usize);
         let label = label.map(|label| format!(", label {}", printable(label))).unwrap_or_default();
-        let (tokens, targets) = (counted(sample.len(), "token"), counted(sample.predicted(), "target"));
+        let (tokens, targets) = (counted(sample.len(), "token"), counted(sample.target_count(), "target"));
         _ = writeln!(text, "{}, {} {line}: {tokens}, {targets}{label}", path.display(), unit(path));
         let (mut stream, mut in_target) = (tokenizer.stream(false), false);
         for (j, id) in sample.ids().enumerate() {

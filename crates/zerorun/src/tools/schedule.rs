@@ -88,7 +88,7 @@ impl ScheduleArguments {
     /// Writes one line per step. The inner result indicates whether the lines could be written.
     fn list(&self, mut schedule: Schedule, out: &mut impl Write) -> Result<std::io::Result<()>> {
         for step in 1..=self.steps {
-            let (lr, _) = schedule.in_force()?;
+            let (lr, _) = schedule.current_values()?;
             let momentum = match schedule.momentum() {
                 Momentum::Betas(beta1, beta2) => format!("\"betas\":{}", json!([beta1, beta2])),
                 Momentum::Factor(momentum) => format!("\"momentum\":{}", json!(momentum)),
@@ -110,7 +110,7 @@ impl ScheduleArguments {
             Momentum::Factor(_) => "momentum",
         };
         for _ in 1..=self.steps {
-            rates.push(schedule.in_force()?.0);
+            rates.push(schedule.current_values()?.0);
             momenta.push(match schedule.momentum() {
                 Momentum::Betas(momentum, _) | Momentum::Factor(momentum) => momentum,
             });

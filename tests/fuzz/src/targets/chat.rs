@@ -138,8 +138,8 @@ pub(super) fn prepare(name: &str, bytes: &[u8], kind: &DataKind) -> bool {
         assert!(sample.len() <= 64 && sample.len() == dataset.length(index), "{} tokens", sample.len());
         assert!(sample.ids().all(|id| (id as usize) < tokenizer.vocab_size()));
         // The first token cannot be predicted.
-        assert_eq!((1..sample.len()).filter(|at| sample.is_target(*at)).count(), sample.predicted());
-        assert!(kind.task == TrainingTask::Classify || sample.predicted() > 0, "a sample without a target");
+        assert_eq!((1..sample.len()).filter(|at| sample.is_target(*at)).count(), sample.target_count());
+        assert!(kind.task == TrainingTask::Classify || sample.target_count() > 0, "a sample without a target");
     }
     let _ = (show(&dataset, tokenizer, 2, false), dataset.check_skipped(), dataset.tokens());
     for (_, report) in dataset.reports() {
