@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 pub enum LogLevel {
     /// Everything.
     Debug,
-    /// Everything, because no message has a lower level (the default). Progress messages and notes about a
+    /// The default. Everything, because no message has a lower level. Progress messages and notes about a
     /// configuration have this level.
     Info,
     /// Only problems that do not end the training.

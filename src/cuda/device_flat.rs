@@ -174,7 +174,7 @@ impl DeviceFlat {
         self.slice_mut(range)?.fill_zero(&device)
     }
 
-    /// Appends elements `range` of another buffer of this device, cast to this buffer's dtype.
+    /// Appends elements `range` of another buffer on this device, cast to this buffer's dtype.
     ///
     /// # Errors
     /// Same as for [`with_capacity`](Self::with_capacity).
@@ -182,7 +182,7 @@ impl DeviceFlat {
         self.extend(&from.slice(range)?)
     }
 
-    /// Appends elements of this device, cast to this buffer's dtype.
+    /// Appends elements that are on this device, cast to this buffer's dtype.
     ///
     /// # Errors
     /// Same as for [`with_capacity`](Self::with_capacity).

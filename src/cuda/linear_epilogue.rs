@@ -27,7 +27,7 @@ pub(crate) fn apply(
     };
     if width == 0 || !count.is_multiple_of(width) || !fits(bias, width) || !fits(residual, count) {
         bail!(
-            "linear: the size or dtype of a bias or residual differs from {} of {dtype:?} in rows of {width}",
+            "linear: the sizes or dtypes of the operands do not fit {} of {dtype:?} in rows of {width}",
             counted(count, "product")
         )
     }

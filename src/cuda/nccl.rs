@@ -22,8 +22,8 @@
 //!
 //! The order and the rounding of NCCL's own sums depend on the number of ranks and on their connections. Exact sums
 //! have the same bits as the sums of `comm`: NCCL only transfers the elements, and a kernel of this library adds them
-//! in rank order in f32 and rounds once. The elements of peers are stored temporarily, in pieces that keep this memory
-//! small.
+//! in rank order in f32 and rounds once. The elements of peers are stored temporarily, one small piece at a time, to limit
+//! the memory that they take.
 //!
 //! Elements that are transferred as integers (ZeRO++) are encoded and decoded by kernels, and NCCL transfers the bytes.
 //! These collectives also have the same bits as those through host memory, and need no memory except a buffer for
@@ -254,7 +254,7 @@ impl NcclComm {
         work: impl FnOnce(&mut NcclLaunch<'_>, CUdeviceptr) -> Result<()>,
     ) -> Result<PendingNcclCollective> {
         let NcclMember { device, wire, .. } = &*self.0;
-        assert!(buffer.is_of(device), "{op} of a buffer of another device");
+        assert!(buffer.is_of(device), "{op} of a buffer on another device");
         let empty = buffer.len() == 0;
         // The launch owns the buffer from here on. If a later step fails, the buffer is released after the work on the
         // wire stream.
@@ -275,8 +275,8 @@ impl NcclComm {
         Ok(launched)
     }
 
-    /// Sums all elements. Either each rank forms a part of the sums and the parts are gathered, or, if that is faster,
-    /// every rank forms all sums.
+    /// Sums all elements. Either each rank computes a part of the sums and the parts are gathered, or, if that is
+    /// faster, every rank computes all sums.
     ///
     /// # Safety
     /// `len` elements are at `values`, used only by this launch.

@@ -461,10 +461,10 @@ pub enum EngineError {
 fn remedy_of_overflow(adapts: bool) -> &'static str {
     match adapts {
         true => {
-            "the loss scale was still falling; train for more steps, or start with a smaller one \
+            "the loss scale was still falling; train for more steps, or start with a smaller scale \
              (fp16.initial_scale_power)"
         }
-        false => "let the loss scale adapt (fp16.loss_scale 0), or set a smaller one",
+        false => "let the loss scale adapt (fp16.loss_scale 0), or set a smaller scale",
     }
 }
 

@@ -1,7 +1,7 @@
 //! Reports of all ranks for the record of the run, and the user's requests that arrive through the record.
 //!
 //! ```text
-//!   rank 0      about once a second: a report is due, requests are read -> in the vote of the step
+//!   rank 0      about once a second: a report is due, and requests are read; the vote of the step contains both
 //!   all ranks   after the vote: agree on whether this step ends with a report, and whether a checkpoint is requested
 //!   all ranks   at the end of such a step: gather the reports on rank 0, which replaces `ranks.json`
 //! ```
@@ -48,7 +48,8 @@ impl<M> Engine<M> {
             Ok(())
         });
         self.reporter.stop_in_record |= requests.contains(&RunRequest::Stop);
-        // Islands save together, but the vote is within one island, so islands ignore a request for a checkpoint.
+        // Islands of one job save together, but the vote is within one island, so a request for a checkpoint is ignored if
+        // there are islands.
         let save = requests.contains(&RunRequest::Save) && self.islands.is_none();
         RankZeroRequests { report: true, save }
     }

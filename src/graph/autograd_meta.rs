@@ -35,10 +35,10 @@ impl AutogradMeta {
     }
 }
 
-/// The nodes of all live tensors that have one, in the entire process.
+/// The [`AutogradMeta`] of all live tensors that have one, in the entire process.
 static NODES: LazyLock<RwLock<HashMap<TensorId, AutogradMeta>>> = LazyLock::new(RwLock::default);
 
-/// Returns the node of a tensor, if it has one.
+/// Returns the node, the [`AutogradMeta`], of a tensor, if it has one.
 pub(crate) fn node_of(tensor: &Tensor) -> Option<AutogradMeta> {
     unpoisoned(NODES.read()).get(&tensor.id()).cloned()
 }
@@ -106,7 +106,7 @@ impl Drop for AutogradRemovalGuard {
     }
 }
 
-/// Creates a tensor from `value` as the result of `token`'s operation. Candle's operations on it put their gradient
+/// Creates a tensor from `value` as the result of an operation on `token`. Candle's operations on it put their gradient
 /// into `slot`, and this library's operations find the token and the slot by the tensor's id.
 pub(crate) fn with_token(
     token: Tensor,

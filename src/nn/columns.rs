@@ -25,7 +25,7 @@ pub fn columns(x: &Tensor, range: Range<usize>) -> Result<Tensor> {
     let width = x.dims().last().copied().unwrap_or(0);
     if range.is_empty() || range.end > width {
         bail!(
-            "columns: {range:?} of an input of shape {:?}; the range must not be empty and must end within its {}",
+            "columns: {range:?} of an input of shape {:?}; the range must not be empty and must end within the input's {}",
             x.dims(),
             counted(width, "column")
         )

@@ -30,7 +30,10 @@ impl LinearSizes {
         if let Some(bias) = bias
             && bias.dims() != [outputs]
         {
-            bail!("linear: the bias has shape {:?}; the weight's outputs require [{outputs}]", bias.dims())
+            bail!(
+                "linear: the bias has shape {:?}; it must have shape [{outputs}], the number of outputs of the weight",
+                bias.dims()
+            )
         }
         let rows = x.dims()[..x.rank() - 1].iter().product();
         Ok(Self { rows, inputs, outputs, layout })

@@ -98,7 +98,7 @@ impl TestFolder {
 fn an_adapter_whose_start_changed_the_base_is_refused_by_all_commands() {
     let folder = TestFolder::new("attn_r8");
     folder.set("init_lora_weights", json!("pissa_niter_16"));
-    insta::assert_snapshot!(folder.refused_alike(), @r#"DIR/adapter/adapter_config.json is not a usable adapter: init_lora_weights is "pissa_niter_16", which changes the base's weights before training, so the adapter fits only the changed weights; the supported values are true, false, "gaussian", "eva", "orthogonal", "mica"; save it from PEFT as a plain adapter, with model.save_pretrained(DIR, path_initial_model_for_weight_conversion=INITIAL), where INITIAL is the adapter before training"#);
+    insta::assert_snapshot!(folder.refused_alike(), @r#"DIR/adapter/adapter_config.json is not a usable adapter: init_lora_weights is "pissa_niter_16", which changes the base's weights before training, so the adapter fits only the changed weights; the supported values are true, false, "gaussian", "eva", "orthogonal", "mica"; save the adapter from PEFT as a plain one, with model.save_pretrained(DIR, path_initial_model_for_weight_conversion=INITIAL), where INITIAL is the adapter before training"#);
 }
 
 #[test]

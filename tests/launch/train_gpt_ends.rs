@@ -52,7 +52,7 @@ fn a_run_that_never_trains_is_told_and_is_no_success() {
     let errors = stderr(&output);
     assert!(errors.contains("the only step was skipped"), "{errors}");
     assert!(
-        errors.contains("the loss scale was still falling; train for more steps, or start with a smaller one"),
+        errors.contains("the loss scale was still falling; train for more steps, or start with a smaller scale"),
         "{errors}"
     );
     let output = folder.train(1, &["--steps", "30"]);

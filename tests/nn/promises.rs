@@ -369,7 +369,7 @@ fn shapes_and_dtypes_that_do_not_fit_are_refused() {
     };
     let (x, w) = (tensor(&[3, 4], 0), tensor(&[5, 4], 1));
     insta::assert_snapshot!(text(nn::linear(&x, &w, None, WeightLayout::InOut)), @"linear: the input has shape [3, 4]; its last dimension must be 5, the number of inputs of the weight");
-    insta::assert_snapshot!(text(nn::linear(&x, &w, Some(&tensor(&[4], 2)), WeightLayout::OutIn)), @"linear: the bias has shape [4]; the weight's outputs require [5]");
+    insta::assert_snapshot!(text(nn::linear(&x, &w, Some(&tensor(&[4], 2)), WeightLayout::OutIn)), @"linear: the bias has shape [4]; it must have shape [5], the number of outputs of the weight");
     insta::assert_snapshot!(text(nn::linear(&x, &w.to_dtype(DType::BF16).unwrap(), None, WeightLayout::OutIn)), @"dtype mismatch in linear, lhs: F32, rhs: BF16");
     insta::assert_snapshot!(text(nn::gelu_tanh(&x.to_dtype(DType::F64).unwrap())), @"unsupported dtype F64 for op gelu_tanh");
     insta::assert_snapshot!(text(nn::causal_attention(&tensor(&[1, 2, 12], 0), 3)), @"causal_attention: the input has shape [1, 2, 12]; it must be [batch, time, 3 * width] with a width divisible by the number of heads, 3");

@@ -23,7 +23,7 @@ fn values(t: &Tensor) -> Vec<f32> {
     t.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// This is why `nn` has its own layer norm, and why its models do not use `softmax_last_dim`.
+/// This is why `nn` has its own layer norm, and why this library's models do not use `softmax_last_dim`.
 #[test]
 fn fused_ops_cut_the_graph_without_an_error() {
     let (first, second) = (var(&[4, 4]), var(&[4, 4]));
@@ -72,7 +72,7 @@ fn chain(length: usize) {
     assert_eq!(values(grads.get(&x).unwrap()), [1.0]);
 }
 
-/// This is why ranks as threads get large stacks: Candle sorts the graph, and drops it, by recursion.
+/// This is why ranks that are threads get large stacks: Candle sorts the graph, and drops it, by recursion.
 #[test]
 fn a_deep_graph_needs_a_big_stack() {
     const CHILD: &str = "CANDLE_FACTS_SMALL_STACK";

@@ -6,7 +6,7 @@ use super::stored_tensor::{StoredTensor, elements, shape};
 use super::tag_files::file_error;
 use super::torch_archive::{TorchArchive, damaged_error};
 use crate::error::Result;
-use crate::util::counted;
+use crate::util::{counted, list};
 use candle_core::DType;
 use serde_json::{Map, Value as Json};
 use std::collections::BTreeSet;
@@ -91,8 +91,6 @@ const DEEPSPEED_KEYS: &[&str] = &[
 ];
 /// The maximum length of a parameter's name.
 const MAX_NAME_BYTES: usize = 1000;
-/// The maximum number of names in a message.
-const MAX_SHOWN_NAMES: usize = 3;
 /// The maximum ratio of the buffers' bytes to the stored bytes. The ratio can exceed 1 because buffers may share
 /// storage.
 const MAX_BUFFER_SHARING: u64 = 100;
@@ -148,12 +146,12 @@ fn unsupported_part(root: &PickleValue<'_>) -> Result<Option<String>, PickleProb
         )));
     }
     let frozen = root.find("frozen_param_shapes").map_or(Ok(vec![]), |frozen| frozen.entries())?;
-    let names: Vec<_> = frozen.iter().take(MAX_SHOWN_NAMES).map(|(_, value)| value.path()).collect();
+    let names: Vec<_> = frozen.iter().map(|(_, value)| value.path()).collect();
     Ok((!names.is_empty()).then(|| {
         format!(
             "{} frozen ({}); only models in which every parameter is trained can be read",
             if frozen.len() == 1 { "1 parameter is".into() } else { format!("{} parameters are", frozen.len()) },
-            names.join(", ")
+            list(&names)
         )
     }))
 }

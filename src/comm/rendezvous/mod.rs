@@ -30,7 +30,7 @@ use std::sync::{Arc, OnceLock};
 ///
 /// # Errors
 /// Fails if a rank does not connect in time, two processes claim the same rank, ranks disagree about WORLD_SIZE,
-/// another job uses the port, or a system call failed.
+/// another job uses the port, or a system call fails.
 pub(super) fn meet(env: &RankEnv) -> Result<Arc<SharedMemoryRegion>> {
     let region = if env.rank == 0 {
         let (region, members) = server::admit_all(env)?;

@@ -1,4 +1,4 @@
-//! The division of a buffer: the part sent in one exchange, and the part that each rank sends to each other rank.
+//! The division of a buffer: the part sent in one exchange, and the part that each rank sends to every other rank.
 
 use super::exchange::ShmExchange;
 use crate::error::CommError;

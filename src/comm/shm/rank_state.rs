@@ -45,7 +45,7 @@ impl RankFault {
     const ALL: [Self; 5] = [Self::Died, Self::GaveUp, Self::Left, Self::Silent, Self::Late];
 }
 
-/// The reason why a wait ended without the piece.
+/// The reason why a wait for a peer's piece of data ended before the piece arrived.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct PeerFailure {
     /// The rank to blame.

@@ -1,5 +1,5 @@
-//! The calls of a training program to a pipeline's engine other than steps: ranks and times, checkpoints with options,
-//! and the parameters of the complete model.
+//! The calls, other than steps, that a training program makes to a pipeline's engine: ranks and times, checkpoints with
+//! options, and the parameters of the complete model.
 
 use super::PipelineEngine;
 use crate::checkpoint::SaveOptions;

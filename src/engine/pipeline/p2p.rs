@@ -293,7 +293,7 @@ mod tests {
                 assert_eq!(arrived.next_draw, u64::MAX - 7);
             }
             boundaries.finish()?;
-            // Rank 1 has used each tensor before it received the next one.
+            // Rank 1 used each tensor before it received the next one.
             let HeldBytes { held, peak } = ledger.bytes(MemoryKind::StageMessages);
             assert_eq!((held, comm.rank() == 0 || peak == 24 * 4), (0, true));
             Ok(())

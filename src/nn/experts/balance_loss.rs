@@ -113,7 +113,7 @@ fn loss_over_ranks(layers: &[Routing], mask: Option<&[bool]>, link: &EngineLink)
     }
     if numbers[0] == 0.0 {
         bail!(
-            "{NAME}: none of the {} counts; leave out micro batches that contain only padding",
+            "{NAME}: no row counts ({} in total); leave out micro batches that contain only padding",
             util::counted(rows, "row")
         )
     }

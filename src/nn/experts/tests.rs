@@ -249,7 +249,7 @@ fn auxiliary_losses_that_cannot_be_are_refused() {
     insta::assert_snapshot!(refusal(&[], None), @"load_balancing_loss: there is no layer with experts; compute the loss only for models that have one");
     insta::assert_snapshot!(refusal(&[routing(5, 4), routing(5, 3)], None), @"load_balancing_loss: layer 1 has 5 rows, 3 experts, 2 of them for each row, and logits in F32; layer 0 has 5 rows, 4 experts, 2 of them for each row, and logits in F32; all must be equal");
     insta::assert_snapshot!(refusal(&[routing(2, 4)], Some(&[true; 3])), @"load_balancing_loss: the mask has 3 elements; there are 2 rows");
-    insta::assert_snapshot!(refusal(&[routing(2, 4)], Some(&[false; 2])), @"load_balancing_loss: none of the 2 rows counts; leave out micro batches that contain only padding");
+    insta::assert_snapshot!(refusal(&[routing(2, 4)], Some(&[false; 2])), @"load_balancing_loss: no row counts (2 rows in total); leave out micro batches that contain only padding");
 }
 
 // --- Rows ---

@@ -9,8 +9,8 @@ use candle_core::Device;
 /// The number of elements that are remembered per parameter.
 const SAMPLES_PER_PARAMETER: usize = 16;
 
-/// Elements of each parameter, as the engine last left them. `None` for parameters that have not been in memory since
-/// then.
+/// Elements of each parameter as they were after the engine's last change. `None` for parameters that have not been in
+/// memory since that change.
 #[derive(Default)]
 pub(crate) struct WeightSamples(Vec<Option<[u32; SAMPLES_PER_PARAMETER]>>);
 

@@ -29,7 +29,8 @@ pub(crate) trait StepBackend: StepExecutor {
         _ = (group, hyperparameters);
         Ok(false)
     }
-    /// Calls `work` with the parts of parameters that are in elements `range` of a sub-group, if they have values.
+    /// Calls `work` with the parts of parameters that are in elements `range` of a sub-group, unless the parameters have
+    /// no values, as in an estimate.
     fn parts(
         &self,
         group: &mut SubGroup<Self>,

@@ -246,7 +246,7 @@ fn check_initialization(found: Option<&Value>) -> Result<(), String> {
     match found {
         Some(found) if !is_plain => Err(format!(
             "init_lora_weights is {}, which changes the base's weights before training, so the adapter fits only the \
-             changed weights; the supported values are true, false, {}; save it from PEFT as a plain adapter, with \
+             changed weights; the supported values are true, false, {}; save the adapter from PEFT as a plain one, with \
              model.save_pretrained(DIR, path_initial_model_for_weight_conversion=INITIAL), where INITIAL is the adapter \
              before training",
             shortened(found),
@@ -374,7 +374,7 @@ mod tests {
         insta::assert_snapshot!(text(json!({"bias": "all"})), @r#"bias is "all"; only "none" is supported"#);
         insta::assert_snapshot!(text(json!({"modules_to_save": ["lm_head"]})), @r#"modules_to_save is ["lm_head"], which is supported only with the task_type SEQ_CLS; train the adapter without it"#);
         insta::assert_snapshot!(text(json!({"modules_to_save": [1], "task_type": "SEQ_CLS"})), @"modules_to_save is [1]; it must be a list of names");
-        insta::assert_snapshot!(text(json!({"init_lora_weights": "pissa_niter_16"})), @r#"init_lora_weights is "pissa_niter_16", which changes the base's weights before training, so the adapter fits only the changed weights; the supported values are true, false, "gaussian", "eva", "orthogonal", "mica"; save it from PEFT as a plain adapter, with model.save_pretrained(DIR, path_initial_model_for_weight_conversion=INITIAL), where INITIAL is the adapter before training"#);
+        insta::assert_snapshot!(text(json!({"init_lora_weights": "pissa_niter_16"})), @r#"init_lora_weights is "pissa_niter_16", which changes the base's weights before training, so the adapter fits only the changed weights; the supported values are true, false, "gaussian", "eva", "orthogonal", "mica"; save the adapter from PEFT as a plain one, with model.save_pretrained(DIR, path_initial_model_for_weight_conversion=INITIAL), where INITIAL is the adapter before training"#);
         insta::assert_snapshot!(text(json!({"use_new_thing": 2})), @"use_new_thing is 2, but this key is unknown: it may change what the adapter computes; remove it from the file if it does not");
         insta::assert_snapshot!(text(json!({"layers_to_transform": 0})), @"layers_to_transform is 0, which is not supported; train the adapter without it");
         insta::assert_snapshot!(text(json!({"lora_alpha": 1e308})), @"LoRA settings: alpha is 1e308, but must be a number that is positive and finite in f32");

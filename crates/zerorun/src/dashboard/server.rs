@@ -112,7 +112,7 @@ impl Drop for Dashboard {
 /// On systems other than Linux, this would lower the priority of the whole process.
 fn yield_to_training() {
     if cfg!(target_os = "linux") {
-        // The thread also works with its old priority.
+        // If this fails, the thread keeps its old priority, which does no harm.
         _ = rustix::process::nice(NICENESS);
     }
 }

@@ -109,7 +109,8 @@ const FLAG_REPLACEMENTS: &[(&[&str], &str)] = &[
     (&["data_seed", "random_seed", "random_state"], "--seed N"),
     (&["shuffle", "disable_shuffling", "shuffle_data"], "--order shuffled or sequential"),
     (&["beta", "dpo_beta", "pref_beta", "rl", "loss_type", "rlhf_type"], "--dpo beta=0.1"),
-    (&["logging_dir", "report_to", "log_file", "run_name"], "--metrics FILE.jsonl, which has a line for each step"),
+    (&["logging_dir", "report_to", "log_file"], "--metrics FILE.jsonl, which has a line for each step"),
+    (&["run_name"], "--run NAME"),
     (
         &["logging_steps", "logging_strategy"],
         "there is no such flag: every step is reported, and --metrics FILE.jsonl writes each report to a file",

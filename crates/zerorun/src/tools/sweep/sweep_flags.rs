@@ -92,8 +92,8 @@ pub(super) struct SweepFlags {
     #[arg(long, value_name = "SIZE")]
     memory: Option<String>,
 
-    /// Run the trials on the hosts listed in this file, one per line as `NAME slots=RANKS`, over ssh [default: only on
-    /// this host]
+    /// Run the trials on the hosts listed in this file, one per line as `NAME slots=N`, over ssh; a trial uses as many
+    /// slots as it has ranks [default: only on this host]
     #[arg(short = 'H', long, value_name = "FILE")]
     hostfile: Option<String>,
 
