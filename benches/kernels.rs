@@ -27,7 +27,7 @@ use std::sync::Arc;
 
 fn main() {
     keep_memory::start_as_a_rank(&[]);
-    println!("{} threads", rayon::current_num_threads());
+    println!("threads: {}", rayon::current_num_threads());
     divan::main();
 }
 

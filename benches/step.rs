@@ -225,7 +225,8 @@ fn compare_with_plain_loop(bf16: bool, rounds: usize) {
         all[all.len() / 2]
     };
     println!(
-        "mini {dtype:?} batch {BATCH} x {}, {} threads, {rounds} rounds: engine {:.1} ms, plain loop {:.1} ms, ratio {:.3}",
+        "mini {dtype:?} batch {BATCH} x {}, threads: {}, rounds: {rounds}; engine {:.1} ms, plain loop {:.1} ms, \
+         ratio {:.3}",
         gpt.ctx,
         rayon::current_num_threads(),
         1e3 * median(|pair| pair.0),

@@ -299,7 +299,7 @@ fn main() -> ExitCode {
         }
     };
     match result {
-        // A job that the user stops on the dashboard does not count as failed, because it would then be restarted.
+        // A job that the user stops on the dashboard does not count as failed, because a failed job would be restarted.
         Ok(Outcome::Stopped) if is_by_signal() => ExitCode::FAILURE,
         Ok(_) => ExitCode::SUCCESS,
         Err(error) => {

@@ -5,10 +5,10 @@
 #   scripts/check_aarch64.sh [--install] [--all-targets] [FOLDER]
 #   scripts/check_aarch64.sh --install-only
 #
-# With --all-targets, compiles all packages with their tests, benches and examples. Needs cargo, a gcc for aarch64 and qemu-user; with
-# --install or --install-only (as root), the last two are installed with apt-get. If the toolchain has no standard library for
-# aarch64, Debian's rustc is unpacked into FOLDER (target/aarch64 by default), which also holds the build. The exit status is 77 if
-# something is not available; the last line names it.
+# With --all-targets, compiles all packages except the fuzz targets, with their tests, benches and examples. Needs cargo, a gcc for
+# aarch64 and qemu-user; with --install or --install-only (as root), the last two are installed with apt-get. If the toolchain has
+# no standard library for aarch64, Debian's rustc is unpacked into FOLDER (target/aarch64 by default), which also holds the build.
+# The exit status is 77 if something is not available; the last line names it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 unset RUSTFLAGS CARGO_ENCODED_RUSTFLAGS CANDLE_ZERO_SIMD

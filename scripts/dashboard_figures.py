@@ -5,9 +5,9 @@
     python3 scripts/dashboard_figures.py [--ranks N] [--pairs N] [--window SECONDS]
 
 A job with N ranks trains a tiny model, so that its steps are short, and `zerorun dash` serves its record. In every second window of
-time, a client receives the live updates, as the page does; in the others, it does not. It represents a browser on another machine,
-so it has the lowest priority. Compares the numbers of steps in adjacent windows, and counts the processor time that the server
-uses. Must be run on an otherwise idle machine. Prints Markdown.
+time, a client receives the live updates, as the page does; in the others, it does not. The client represents a browser on another
+machine, so it has the lowest priority. Compares the numbers of steps in adjacent windows, and counts the processor time that the
+server uses. Must be run on an otherwise idle machine. Prints Markdown.
 """
 import argparse
 import bisect

@@ -1,4 +1,5 @@
-"""Two parts of test_dashboard.py: the page about a sweep, and the loads of the experts of a mixture."""
+"""Two parts of test_dashboard.py, the page about a sweep and the loads of the experts of a mixture, and made-up runs for its
+pictures."""
 import contextlib
 import json
 import math
@@ -83,7 +84,7 @@ def test_sweep(zerorun, work, browser):
         thick = [trial for trial, _, _, width in found if width > 3]
         check(len(found) == 6 and thick == [shown["best"]], f"the best trial is thick: {found}")
         dashes = {(state, dash) for _, state, dash, _ in found}
-        check(len({state for state, _ in dashes}) == len({dash for _, dash in dashes}) == len(dashes) > 1, f"states differ without color: {dashes}")
+        check(len({state for state, _ in dashes}) == len({dash for _, dash in dashes}) == len(dashes) > 1, f"states differ without colour: {dashes}")
         check(series(browser, "Best loss so far, by steps trained in all trials"), "the curve of the best value")
         browser.run("document.querySelector('#parallel svg[tabindex]').focus()")
         browser.type(DOWN)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Fine-tunes a model with the README's command on facts that it cannot know, and asks for those facts.
 
-    scripts/first_finetune.py ZERORUN MODEL [--kinds KIND...] [--seeds N...] [--samples N] [--folder DIR] [-- FLAG...]
+    scripts/first_finetune.py ZERORUN MODEL [--kinds KIND...] [--seeds N...] [--samples N] [--show N] [--folder DIR] [-- FLAG...]
 
 For each kind of fact and each seed, the script writes SAMPLES lines (80 by default) of questions with invented answers, runs
 

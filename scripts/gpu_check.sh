@@ -5,8 +5,9 @@
 #   scripts/gpu_check.sh --build FOLDER              only builds the programs, into FOLDER; needs the CUDA toolkit but no GPU
 #   scripts/gpu_check.sh --programs FOLDER [STEPS]   runs the checks with these programs; needs neither Rust nor the toolkit
 #
-# The tests read files of this checkout, so it must have the same path on both machines. GPU_CHECKS selects checks, for example
-# GPU_CHECKS="tests bandwidth": tests, gpt2, figures, bandwidth, overlap.
+# The tests read files of this checkout, so it must have the same path on the machine that builds the programs and on the machine
+# that runs them. GPU_CHECKS selects some of the checks tests, gpt2, figures, bandwidth and overlap, for example
+# GPU_CHECKS="tests bandwidth".
 #
 # Exit code: 0 if all checks passed, 1 if a check failed, 2 if this machine has no GPU or no CUDA toolkit.
 set -uo pipefail

@@ -2,8 +2,8 @@
 """Trains a model on this machine's GPUs with a timeline, and prints the share of each kind of transfer that overlaps with the
 backward pass.
 
-    gpu_overlap.py ZERORUN [--model gpt2] [--steps 8] [--ranks N] [--features cuda] [--script examples/train_gpt.rs]
-                   [--gpu]
+    gpu_overlap.py ZERORUN [--model gpt2] [--context 512] [--steps 8] [--ranks N] [--features cuda]
+                   [--script examples/train_gpt.rs] [--gpu]
     gpu_overlap.py --trace FILE        reads a trace written by zerorun --timeline
 
 --gpu means that the script is a program that was built with the feature cuda.

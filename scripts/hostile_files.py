@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs zerorun on models and data that are designed to hang or kill a program, or to exhaust its memory.
 
-    scripts/hostile_files.py ZERORUN [--count 250] [--seed 1] [--keep DIR]
+    scripts/hostile_files.py ZERORUN [--count 250] [--seed 1] [--only CASE] [--keep DIR]
 
 Four fifths of the files are chat templates and tokenizers. One fifth are bombs: data in all formats, headers, and extreme option
 values. Each file is passed to one run of `zerorun data show`, `generate`, `finetune` or `merge`. No run may be killed by a signal, take

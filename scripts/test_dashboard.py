@@ -182,7 +182,7 @@ def test(zerorun, work, browser):
         legend = "return [...document.querySelectorAll('figure')].find((figure) => figure.querySelector('h3').textContent === 'Loss')?.querySelectorAll('li').length"
         until("two curves in a chart", lambda: browser.run(legend) == 2)
         dashes = browser.run("return [...document.querySelectorAll('#charts figure:first-child svg[tabindex] path.curve')].map((path) => path.getAttribute('stroke-dasharray'))")
-        check(len(set(dashes)) > 1, f"curves differ without color: {dashes}")
+        check(len(set(dashes)) > 1, f"curves differ without colour: {dashes}")
         browser.run("document.getElementById('config').open = true; document.getElementById('different').click()")
         until("what differs", lambda: browser.run("return [...document.querySelectorAll('#config tbody tr td:first-child')].map((cell) => cell.textContent)")
               == ["≠ gradient_clipping", "≠ optimizer.params.lr"])

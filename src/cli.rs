@@ -36,8 +36,8 @@ pub struct DsArgs {
     pub local_rank: Option<i64>,
 }
 
-/// Returns the FILE of `--ds_config FILE` or `--ds_config=FILE` (also `--deepspeed_config`) in this program's
-/// arguments, for scripts without clap. All other arguments are left to the script.
+/// Returns the FILE of `--ds_config FILE` or `--ds_config=FILE` (also `--ds-config` and `--deepspeed_config`) in this
+/// program's arguments, for scripts without clap. All other arguments are left to the script.
 ///
 /// # Errors
 /// Fails if the argument is missing, has no file, or is given twice.

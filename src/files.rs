@@ -1,5 +1,5 @@
-//! Helpers for files: atomic writes (a temporary file next to the target is written and then renamed), and reads that
-//! refuse anything that is not a regular file.
+//! Helpers for files: atomic writes (a temporary file next to the target is written and then renamed), reads that
+//! refuse anything that is not a regular file, locks, and checks of output paths and of free space.
 
 mod atomic_folder;
 mod complete_lines;

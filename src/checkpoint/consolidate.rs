@@ -83,7 +83,7 @@ impl ConsolidateSettings {
 pub struct Consolidated {
     /// The names of the files with parameters.
     pub files: Vec<String>,
-    /// The bytes of all parameters and buffers.
+    /// The size in bytes of all parameters and buffers.
     pub bytes: u64,
     /// The reason why there is no `config.json`, if there is none.
     pub without_config: Option<String>,

@@ -35,9 +35,9 @@ pub(super) fn describe(manifest: &Manifest, n_head: Option<usize>, dtype: &str) 
             prefix: "",
             config: llama_config(model, &shapes).map(|config| llama_json(&config, dtype)),
         },
-        (Some(other), _) => {
-            missing(&format!("the checkpoint's client state describes a {other:?}; only gpt2 and llama are supported"))
-        }
+        (Some(other), _) => missing(&format!(
+            "the checkpoint's client state gives the architecture {other:?}; only gpt2 and llama are supported"
+        )),
         (None, None) => missing(
             "the checkpoint's parameters are not those of a GPT-2, and its client state has no `model` that gives the \
              architecture and sizes of another supported model",

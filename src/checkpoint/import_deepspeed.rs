@@ -20,9 +20,9 @@ use std::path::{Path, PathBuf};
 /// number of ranks can load it. A run that loads it resumes where DeepSpeed stopped.
 ///
 /// # Errors
-/// Fails with [`CheckpointError::Unusable`] if `tag` is invalid, `dir` already has a checkpoint of that name, or a
-/// file cannot be written; fails with [`CheckpointError::DeepSpeed`] or [`Error::Io`](crate::Error::Io) if `from`
-/// cannot be read. In all these cases, `dir` has no new checkpoint.
+/// Fails with [`CheckpointError::Unusable`] if `tag` is invalid, `dir` already has a checkpoint of that name or a
+/// `latest` that belongs to another program, or a file cannot be written; fails with [`CheckpointError::DeepSpeed`] or
+/// [`Error::Io`](crate::Error::Io) if `from` cannot be read. In all these cases, `dir` has no new checkpoint.
 pub fn import(
     from: &DeepSpeedCheckpoint,
     dir: impl AsRef<Path>,

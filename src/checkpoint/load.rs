@@ -78,12 +78,13 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Opens checkpoint `tag` in folder `dir`, or the one that `latest` names. Returns `None` if there is no
-    /// checkpoint.
+    /// Opens checkpoint `tag` in folder `dir`, or the one that `latest` names. Returns `None` if `tag` is `None` and
+    /// there is no checkpoint.
     ///
     /// # Errors
-    /// Fails with a [`CheckpointError::Unusable`] that names the file if a file is missing, damaged or not readable, or
-    /// if `tag` is `None` and the folder has checkpoints but no `latest`.
+    /// Fails with a [`CheckpointError::Unusable`] that names the file or folder if checkpoint `tag` does not exist, if
+    /// a file is missing, damaged or not readable, or if `tag` is `None` and the folder has checkpoints but no
+    /// `latest`.
     pub fn open(dir: impl AsRef<Path>, tag: Option<&str>) -> Result<Option<Self>> {
         let dir = dir.as_ref();
         let tag = match tag {

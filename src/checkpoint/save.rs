@@ -328,7 +328,7 @@ struct ShareToSave {
     states: Vec<String>,
     /// The names of all parameters.
     names: Vec<String>,
-    /// This rank's parameters among them, by index, with their ids and optimizer states.
+    /// This rank's parameters, by their indices in `names`, with their ids and optimizer states.
     own: BTreeMap<usize, (ParamId, OptimStateNames)>,
     /// The content of the buffer file, on rank 0.
     buffers: Option<Arc<[u8]>>,

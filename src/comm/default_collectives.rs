@@ -232,7 +232,8 @@ fn decode(wire: WireFormat, bytes: &[u8], values: &mut Flat, at: usize, len: usi
     }
 }
 
-/// Adds the peers' parts to elements `own ..` of `values`, in rank order, and writes the sums to the start of `values`.
+/// Adds the peers' parts to elements `start ..` of `values`, in rank order, and writes the sums to the start of
+/// `values`.
 fn sum(wire: WireFormat, values: &mut Flat, start: usize, len: usize, rank: usize, peers: Vec<&[u8]>) {
     match wire {
         WireFormat::Exact | WireFormat::BetweenHosts(_) => {

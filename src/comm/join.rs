@@ -23,9 +23,9 @@ use std::time::Duration;
 /// process's engines share the collectives, their counters, and the first error, which ends the job for all of them.
 ///
 /// # Errors
-/// Fails if the shared memory is not this job's, or another process has the same rank. Under an MPI launcher, also
-/// fails if no MPI library is found or MPI fails; with torchrun's variables, also fails if ranks do not connect within
-/// [`RankEnv::timeout`] or disagree about the job.
+/// Fails if the shared memory is not this job's, or another process has the same rank. If MPI connects the ranks
+/// ([`RankEnv::mpi`]), also fails if no MPI library is found or MPI fails; with torchrun's variables, also fails if
+/// ranks do not connect within [`RankEnv::timeout`] or disagree about the job.
 pub fn from_env(env: &RankEnv) -> Result<Arc<dyn Communicator>> {
     match env.shm_fd {
         _ if env.world_size > 1 && env.mpi => Ok(Arc::new(CommunicatorHandle::new(joined_by_mpi(env)?))),

@@ -82,7 +82,7 @@ pub struct RankEnv {
     pub master_port: u16,
     /// The inherited file descriptor of the memory that the ranks of this host share; set by zerorun.
     pub shm_fd: Option<RawFd>,
-    /// Whether MPI connects the ranks: an MPI launcher (mpirun, mpiexec, srun) started them, or zerorun lets MPI
+    /// Whether MPI connects the ranks: an MPI launcher (mpirun, mpiexec, srun, jsrun) started them, or zerorun lets MPI
     /// connect them.
     pub mpi: bool,
     /// The time that a rank waits for the others in a collective.

@@ -13,7 +13,7 @@ pub(crate) const ISLAND_SERVER: &str = "CANDLE_ZERO_ISLAND_SERVER";
 pub struct LocalStepsConfig {
     /// `steps`: the number of steps that an island takes between two exchanges.
     pub steps: u64,
-    /// `islands`: the number of islands, or of slots for islands with a server; `None`: one per host.
+    /// `islands`: the number of islands or, with a server, of slots for islands; `None`: one per host.
     pub islands: Option<usize>,
     /// `server`, or the variable `CANDLE_ZERO_ISLAND_SERVER`: the address of the island server; `None`: the islands are
     /// parts of one job.
@@ -34,11 +34,11 @@ pub struct LocalStepsConfig {
     /// `fragment_alpha`: the share of an island's own weights that is kept when an exchange takes effect. Default 0,
     /// or 0.5 with a delay.
     pub fragment_alpha: f64,
-    /// `wire_dtype`: the format in which pseudo-gradients are sent.
+    /// `wire_dtype`: the format in which pseudo-gradients (the changes in the weights) are sent.
     pub wire: IslandWireDtype,
 }
 
-/// The format in which islands send pseudo-gradients to each other.
+/// The format in which islands send pseudo-gradients (the changes in their weights) to each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum IslandWireDtype {

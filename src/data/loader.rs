@@ -124,7 +124,7 @@ impl Loader {
         self.position = position;
     }
 
-    /// Resumes after `samples` samples of all ranks together, as returned by [`LoadedCheckpoint::global_samples`]. No
+    /// Resumes after `samples` samples of all ranks together, as given by [`LoadedCheckpoint::global_samples`]. No
     /// sample is repeated or lost, even if the number of ranks and the batch size were different.
     ///
     /// [`LoadedCheckpoint::global_samples`]: crate::checkpoint::LoadedCheckpoint::global_samples

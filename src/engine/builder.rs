@@ -98,9 +98,10 @@ impl EngineBuilder {
         self
     }
 
-    /// Reads the initial weights from safetensors files that contain exactly the model's parameters, instead of
-    /// initializing them randomly. `path` is a file, an index of several files (`model.safetensors.index.json`), or a
-    /// Hugging Face folder with either. Each rank reads only the parts that it keeps.
+    /// Reads the initial weights from safetensors files that contain exactly the model's parameters and buffers,
+    /// instead of initializing them randomly. `path` is a file, an index of several files
+    /// (`model.safetensors.index.json`), or a Hugging Face folder with either. Each rank reads only the parts that it
+    /// keeps.
     #[must_use]
     pub fn init_from(mut self, path: impl Into<PathBuf>) -> Self {
         self.init_from = Some(path.into());
@@ -319,8 +320,9 @@ impl EngineBuilder {
     /// Builds the model and partitions it. Collective.
     ///
     /// # Errors
-    /// A configuration, environment or weight file that cannot be used; a model that differs between ranks; the error
-    /// of `build`.
+    /// A configuration, environment, device, folder or weight file that cannot be used; a model, configuration, data or
+    /// weights that differ between ranks; too little memory or disk space; the error of `build` or of a monitor; a
+    /// failed collective.
     pub fn initialize<M>(
         self,
         build: impl FnOnce(VarBuilder<'_>) -> candle_core::Result<M>,
@@ -391,7 +393,8 @@ impl EngineBuilder {
         }
         if let Some(url) = &config.upload_checkpoints_to {
             return refused(format!(
-                "checkpoint.upload_to is {url}, but the checkpoints of islands are not uploaded; remove one of the two keys"
+                "checkpoint.upload_to is {url}, but the checkpoints of islands are not uploaded; remove upload_to or \
+                 local_steps"
             ));
         }
         let ranks = IslandRanks::new(local_steps, job, self.island_slot)?;

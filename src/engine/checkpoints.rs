@@ -100,10 +100,11 @@ impl<M> Engine<M> {
         Ok(path)
     }
 
-    /// Waits for a background save, if there is one. Collective.
+    /// Waits for a background save, if there is one. With `checkpoint.upload_to`, then starts the upload. Collective.
     ///
     /// # Errors
-    /// The failure of the save: earlier checkpoints are untouched, and the engine can continue. A failed collective.
+    /// The failure of the save: earlier checkpoints are untouched, and the engine can continue. An upload that cannot
+    /// be started. A failed collective.
     pub fn wait_for_checkpoint(&mut self) -> Result<()> {
         let _call = during("wait_for_checkpoint");
         if let Some(saving) = self.saving.take() {
@@ -170,12 +171,12 @@ impl<M> Engine<M> {
     }
 
     /// Loads checkpoint `tag` from folder `dir`, or the one that `latest` names, whatever stage, number of ranks,
-    /// precision and offload it was saved with. Returns `None` and loads nothing if the folder contains no checkpoint.
-    /// `dir` may be the address of an object store (`s3://BUCKET/PREFIX`, feature `s3`); the checkpoint (without `tag`,
-    /// the newest complete one) is first downloaded into a folder in the user's cache. Collective.
+    /// precision and offload it was saved with. Without `tag`, returns `None` and loads nothing if the folder contains
+    /// no checkpoint. `dir` may be the address of an object store (`s3://BUCKET/PREFIX`, feature `s3`); the checkpoint
+    /// (without `tag`, the newest complete one) is first downloaded into a folder in the user's cache. Collective.
     ///
-    /// An island that has joined others through an island server keeps their state, which is newer: nothing is loaded,
-    /// and the result has the others' `global_samples` and client state.
+    /// Until its first step, an island that has joined others through an island server keeps their state, which is
+    /// newer: nothing is loaded, and the result has the others' `global_samples` and client state.
     ///
     /// Everything needed is checked before anything changes. The optimizer states include the learning rates that were
     /// set with [`set_lr`](Self::set_lr) (DeepSpeed's `param_groups`); if it was never called, the rates of this
@@ -184,12 +185,13 @@ impl<M> Engine<M> {
     ///
     /// # Errors
     /// [`CheckpointError::Unusable`](crate::error::CheckpointError::Unusable) on all ranks if the checkpoint is damaged
-    /// or belongs to another model or optimizer, or if the folder has checkpoints but neither `tag` nor `latest` names
-    /// one. In that case, the engine is unchanged unless there was a delayed update: the update has then been
-    /// completed, and a forward pass without a backward pass no longer counts.
+    /// or belongs to another model or optimizer, if checkpoint `tag` does not exist, or if, without `tag`, the folder
+    /// has checkpoints but no `latest`. In that case, the engine is unchanged unless there was a delayed update: the
+    /// update has then been completed, and a forward pass without a backward pass no longer counts.
     /// [`CheckpointError::Store`](crate::error::CheckpointError::Store) on all ranks if the checkpoint cannot be
-    /// downloaded; [`EngineError::MidAccumulation`](crate::error::EngineError::MidAccumulation) in the middle of an
-    /// accumulation; a failed collective.
+    /// downloaded; [`EngineError::LocalSteps`](crate::error::EngineError::LocalSteps) if the islands' checkpoints do
+    /// not belong together; [`EngineError::MidAccumulation`](crate::error::EngineError::MidAccumulation) in the middle
+    /// of an accumulation; the error of an earlier background save; a failed collective.
     pub fn load_checkpoint(
         &mut self,
         dir: impl AsRef<Path>,
@@ -292,7 +294,7 @@ impl<M> Engine<M> {
         self.core.params().iter().map(|param| param.name.clone()).collect()
     }
 
-    /// Collective: returns a full parameter in f32, by its index among the names.
+    /// Collective: returns a full parameter in f32, by its index in [`parameter_names`](Self::parameter_names).
     #[doc(hidden)]
     pub fn whole_parameter(&self, param: usize) -> Result<Flat> {
         self.core.full_f32(param)

@@ -1,7 +1,7 @@
 //! Construction of an engine.
 //!
 //! ```text
-//!   configuration -> communicator -> model, parameter by parameter -> shares -> optimizer states -> all ranks compared
+//!   communicator -> configuration -> model, parameter by parameter -> shares -> optimizer states -> all ranks compared
 //! ```
 
 use super::config_comparison::CustomComponents;
@@ -384,7 +384,7 @@ fn check_experts(config: &Config, grouping: &ParameterGrouping, device: &Device,
     let conflicts = [
         (has_pipeline, "the model is a pipeline, whose stages hold complete blocks; remove one of the two"),
         (has_files, "states are offloaded to files; use the device cpu, or remove one of the two"),
-        (!device.is_cpu(), "the model is on a GPU, and rows are exchanged only between CPUs"),
+        (!device.is_cpu(), "the model is on a GPU, and tokens are exchanged only between CPUs; use the CPU"),
         (
             !grouping.updates_by_elements(),
             "the optimizer needs complete parameters, or their norms over all ranks; use an optimizer such as AdamW",

@@ -157,7 +157,7 @@ pub enum EngineError {
     },
     /// Ranks passed different arguments to a call.
     #[error(
-        "rank {rank} called {call} with different arguments than rank {other}; every rank must pass the same arguments"
+        "rank {rank} called {call} with different arguments from rank {other}; every rank must pass the same arguments"
     )]
     ArgumentsDiffer {
         /// The method.
@@ -322,7 +322,7 @@ pub enum EngineError {
     },
     /// Ranks train different parameters.
     #[error(
-        "rank {rank} trains different parameters than rank {other}; every rank must call set_trainable with the same \
+        "rank {rank} trains different parameters from rank {other}; every rank must call set_trainable with the same \
          rule"
     )]
     TrainableDiffers {
@@ -361,7 +361,7 @@ pub enum EngineError {
     },
     /// Ranks built different models.
     #[error(
-        "rank {rank} built a different model than rank {other}: {mine}, instead of {theirs} (the hash is of the names, \
+        "rank {rank} built a different model from rank {other}: {mine}, instead of {theirs} (the hash is of the names, \
          shapes and units); every rank must build the same model"
     )]
     ModelsDiffer {
@@ -393,7 +393,7 @@ pub enum EngineError {
     },
     /// Ranks start from different weights.
     #[error(
-        "rank {rank} starts with different weights than rank {other}: a different seed or init_from file; every \
+        "rank {rank} starts with different weights from rank {other}: a different seed or init_from file; every \
          rank must use the same seed and file (unlike in DeepSpeed, rank 0's weights are not sent to the others)"
     )]
     WeightsDiffer {

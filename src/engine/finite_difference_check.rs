@@ -72,7 +72,8 @@ impl<M> GradientCheckForward<'_, M> {
 #[derive(Default)]
 struct PerturbedOutputs {
     moved: Vec<(Tensor, Tensor)>,
-    /// The output without perturbation, if each parameter is checked separately or layers hold choices.
+    /// The output without perturbation, if each parameter is checked separately or layers keep the discrete choices of
+    /// a check's first forward pass.
     unmoved: Option<Tensor>,
 }
 
@@ -300,8 +301,9 @@ impl<M> Engine<M> {
         Ok(all.iter().any(|rank| rank.first() != Some(&0.0)))
     }
 
-    /// Returns the groups of parameters to perturb together: each parameter separately if that was requested and the
-    /// changes in the output fit in memory, otherwise those of each unit, or else all of them.
+    /// Returns the groups of parameters to perturb together. If a separate check of each parameter was requested, each
+    /// parameter is a group, or each unit if the changes in the output would otherwise take too much memory. In all
+    /// other cases, all parameters form one group.
     fn groups(&self, elements: usize) -> Vec<PerturbedGroup> {
         let params = self.core.params();
         let trained = || params.iter().enumerate().filter(|(_, param)| param.is_trained() && param.numel > 0);

@@ -17,6 +17,7 @@ use std::fmt;
 /// The maximum number of directions; after that many, the loss counts as one that cannot be judged.
 const MAX_DIRECTIONS: u32 = 8;
 /// A gap counts as a mistake if the probability that chance causes such a gap, given the bends, is below this limit.
+/// For gaps from [`GradientTolerance::large`] to [`MAX_EXPLAINED_GAP`], [`GradientTolerance::seldom`] sets the limit.
 const MAX_FALSE_ALARM_PROBABILITY: f64 = 1e-4;
 /// The largest relative gap that a missing part of the gradient can explain; above it, a verdict needs more directions.
 const MAX_EXPLAINED_GAP: f64 = 4.0;
@@ -33,8 +34,8 @@ pub(super) struct GradientTolerance {
     pub bends: f64,
     /// The fraction of the expected change above which kinks rarely cause a gap.
     large: f64,
-    /// The probability threshold for gaps above `large`. In 16 bits, the large steps cross many kinks, so that the bend
-    /// of a correct gradient is often small by chance: a lower threshold costs one or two more directions there.
+    /// The probability threshold for gaps above `large`. In 16 bits, it is high, because the curvature that the large
+    /// perturbations reveal would otherwise hide mistakes.
     seldom: f64,
 }
 
@@ -43,10 +44,10 @@ impl GradientTolerance {
     pub fn of(format: DType) -> Self {
         match format {
             DType::BF16 => {
-                Self { step: 1.0 / 16.0, allowed: 0.15, noise: 2f64.powi(-10), bends: 0.5, large: 0.4, seldom: 0.003 }
+                Self { step: 1.0 / 16.0, allowed: 0.15, noise: 2f64.powi(-10), bends: 0.5, large: 0.4, seldom: 0.05 }
             }
             DType::F16 => {
-                Self { step: 1.0 / 64.0, allowed: 0.05, noise: 2f64.powi(-13), bends: 0.25, large: 0.15, seldom: 0.003 }
+                Self { step: 1.0 / 64.0, allowed: 0.05, noise: 2f64.powi(-13), bends: 0.25, large: 0.15, seldom: 0.03 }
             }
             _ => Self { step: 5e-4, allowed: 2e-3, noise: 2f64.powi(-21), bends: 0.02, large: 0.05, seldom: 0.01 },
         }
@@ -289,8 +290,7 @@ mod tests {
                 let mut numbers = Normal(11);
                 let all = (0..2000).map(|_| judged(&mut numbers, &limits, kinks, 0.0).0);
                 let wrong = all.filter(|verdict| *verdict == GradientCheckVerdict::Wrong).count();
-                let allowed = if format == DType::F32 { [5, 10, 60, 60] } else { [0, 0, 6, 12] };
-                assert!(wrong <= allowed[at], "{format:?} {kinks}: {wrong} of 2,000");
+                assert!(wrong <= [5, 10, 60, 140][at], "{format:?} {kinks}: {wrong} of 2,000");
             }
         }
     }

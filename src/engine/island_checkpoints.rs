@@ -86,8 +86,8 @@ impl<M> Engine<M> {
     /// Collective if ranks take local steps: returns the checkpoint that this island loads.
     ///
     /// # Errors
-    /// Returns an error on all ranks if the checkpoints of the islands are not from one save or, with
-    /// `checkpoint.use_node_local_storage`, if the saved run had a different number of islands.
+    /// Returns an error on all ranks if an island's checkpoint cannot be read or belongs to a different save or, with
+    /// `checkpoint.use_node_local_storage`, if the saved run had a different number of islands. A failed collective.
     pub(super) fn island_checkpoint_source(
         &mut self,
         dir: &Path,

@@ -50,7 +50,7 @@ impl IslandRanks {
     ///
     /// # Errors
     /// The ranks cannot be divided into that many islands of equal size, or, if the configuration states no number of
-    /// islands, the hosts have different numbers of ranks.
+    /// islands, the hosts have different numbers of ranks; a failed collective.
     pub fn new(config: &LocalStepsConfig, job: &Arc<dyn Communicator>, slot: Option<usize>) -> Result<Self> {
         if let (Some(address), Some(slots)) = (&config.server, config.islands) {
             let server =
@@ -133,7 +133,8 @@ impl IslandServerTransport {
     /// slot. `lens` are the lengths of this rank's pieces of each fragment.
     ///
     /// # Errors
-    /// The server cannot be reached or refuses the island; a failed collective.
+    /// The server cannot be reached or refuses the island; the environment variable of the slot or the launcher is not
+    /// a number; a failed collective.
     pub fn connect(
         &self,
         island: &dyn Communicator,
@@ -193,7 +194,7 @@ impl IslandServerTransport {
     /// Decodes a mean of `len` elements.
     ///
     /// # Errors
-    /// The server has sent a different number of bytes.
+    /// The server has sent too few or too many bytes.
     pub fn decode(&self, wire: IslandWireDtype, bytes: &[u8], len: usize) -> Result<Vec<f32>> {
         let format = PseudoGradientFormat::from(wire);
         if format.encoded_len(len as u64) != Some(bytes.len() as u64) {

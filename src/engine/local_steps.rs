@@ -15,7 +15,8 @@ impl<M> Engine<M> {
     /// Call it after the last step, before weights are evaluated or exported, unless the last step ended a window.
     ///
     /// # Errors
-    /// [`EngineError::MidAccumulation`] in the middle of an accumulation; a failed collective.
+    /// [`EngineError::MidAccumulation`] in the middle of an accumulation; the error of a failed background save; a
+    /// failed collective; with an island server, a lost connection or a refusal by the server.
     pub fn synchronize_islands(&mut self) -> Result<()> {
         let _call = during("synchronize_islands");
         self.wait_for_checkpoint()?;

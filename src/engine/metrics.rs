@@ -59,7 +59,7 @@ impl<M> Engine<M> {
         self.micro_steps
     }
 
-    /// Returns the number of optimizer steps that were skipped because a gradient was not finite.
+    /// Returns the number of optimizer steps that were skipped because a gradient or a loss was not finite.
     pub fn skipped_steps(&self) -> u64 {
         self.skipped_steps
     }

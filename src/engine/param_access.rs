@@ -15,7 +15,8 @@ impl<M> Engine<M> {
     /// are any), in f32 and the parameter's shape, at every stage and with any offload.
     ///
     /// # Errors
-    /// [`ParamError::Unknown`]; [`EngineError::ArgumentsDiffer`] between ranks; a failed collective.
+    /// [`ParamError::Unknown`]; [`EngineError::ArgumentsDiffer`] between ranks; a failed collective; a file that cannot
+    /// be read.
     pub fn safe_get_full_fp32_param(&mut self, name: &str) -> Result<Tensor> {
         let param = self.agreed_param("safe_get_full_fp32_param", name, "", None)?;
         let full = self.attempt(|engine| engine.core.full_f32(param))?;
@@ -61,7 +62,8 @@ impl<M> Engine<M> {
     /// # Errors
     /// The same as [`safe_get_full_fp32_param`](Self::safe_get_full_fp32_param); [`ParamError::ValueShape`];
     /// [`EngineError::OutOfOrder`] between forward and backward, because the graph contains the old values;
-    /// [`EngineError::LocalSteps`] if ranks take local steps. In all these cases, nothing has changed.
+    /// [`EngineError::LocalSteps`] if ranks take local steps; the error of a failed background save. Except after a
+    /// failed collective or file access, nothing has changed.
     pub fn safe_set_full_fp32_param(&mut self, name: &str, value: &Tensor) -> Result<()> {
         const CALL: &str = "safe_set_full_fp32_param";
         self.not_on_islands(CALL)?;
@@ -80,7 +82,8 @@ impl<M> Engine<M> {
     ///
     /// # Errors
     /// [`EngineError::GradientAbsent`]; otherwise the same as
-    /// [`safe_set_full_fp32_param`](Self::safe_set_full_fp32_param), except [`EngineError::LocalSteps`].
+    /// [`safe_set_full_fp32_param`](Self::safe_set_full_fp32_param), except [`EngineError::LocalSteps`] and the error
+    /// of a background save.
     pub fn safe_set_full_grad(&mut self, name: &str, value: &Tensor) -> Result<()> {
         const CALL: &str = "safe_set_full_grad";
         let mut values = self.values_of(CALL, value)?;
@@ -146,8 +149,9 @@ impl<M> Engine<M> {
     /// # Errors
     /// [`EngineError::NotSharded`] at stage 0; [`ParamError::Unknown`]; [`EngineError::ArgumentsDiffer`];
     /// [`ParamError::LocalShape`], and [`EngineError::FailedOnOtherRank`] on the ranks whose value is right;
-    /// [`EngineError::OutOfOrder`] between forward and backward; [`EngineError::LocalSteps`] if ranks take local steps.
-    /// In all these cases, nothing has changed.
+    /// [`EngineError::OutOfOrder`] between forward and backward; [`EngineError::LocalSteps`] if ranks take local steps;
+    /// the error of a failed background save. In all these cases, nothing has changed. Also fails if a collective or a
+    /// file access fails.
     pub fn safe_set_local_fp32_param(&mut self, name: &str, value: &Tensor) -> Result<()> {
         const CALL: &str = "safe_set_local_fp32_param";
         self.not_on_islands(CALL)?;
@@ -169,7 +173,8 @@ impl<M> Engine<M> {
     ///
     /// # Errors
     /// [`EngineError::NotSharded`] at stage 0; [`ParamError::Unknown`]; [`ParamError::LocalShape`];
-    /// [`EngineError::GradientAbsent`]; [`EngineError::OutOfOrder`] between forward and backward.
+    /// [`EngineError::GradientAbsent`]; [`EngineError::OutOfOrder`] between forward and backward; a file that cannot be
+    /// read or written.
     pub fn safe_set_local_grad(&mut self, name: &str, value: &Tensor) -> Result<()> {
         const CALL: &str = "safe_set_local_grad";
         self.check_sharded(CALL, "safe_set_full_grad")?;
@@ -181,11 +186,12 @@ impl<M> Engine<M> {
     }
 
     /// Sets this rank's part of the optimizer state `key` of parameter `name`: see
-    /// [`safe_get_local_optimizer_state`](Self::safe_get_local_optimizer_state). Not collective.
+    /// [`safe_get_local_optimizer_state`](Self::safe_get_local_optimizer_state). Collective only while a background
+    /// save is in progress, because the call waits for that save.
     ///
     /// # Errors
-    /// [`ParamError::UnknownState`]; [`ParamError::ReadOnlyState`]; otherwise the same as
-    /// [`safe_set_local_grad`](Self::safe_set_local_grad), except [`EngineError::GradientAbsent`].
+    /// [`ParamError::UnknownState`]; [`ParamError::ReadOnlyState`]; the error of a failed background save; otherwise
+    /// the same as [`safe_set_local_grad`](Self::safe_set_local_grad), except [`EngineError::GradientAbsent`].
     pub fn safe_set_local_optimizer_state(&mut self, name: &str, value: &Tensor, key: &str) -> Result<()> {
         const CALL: &str = "safe_set_local_optimizer_state";
         self.check_sharded(CALL, "safe_set_full_optimizer_state")?;
@@ -245,7 +251,8 @@ impl<M> Engine<M> {
     /// [`ParamError::Unknown`]; [`EngineError::NoSuchRank`]; [`EngineError::ArgumentsDiffer`] between ranks; the error
     /// of `run`, or [`ParamError::ValueShape`], on the rank where it ran, and [`EngineError::FailedOnOtherRank`] on the
     /// others; [`EngineError::OutOfOrder`] between forward and backward; [`EngineError::LocalSteps`] if ranks take
-    /// local steps. In all these cases, nothing has changed, and the engine can continue.
+    /// local steps; the error of a failed background save. In all these cases, nothing has changed, and the engine can
+    /// continue. Also fails if a collective or a file access fails.
     pub fn gathered_mut(
         &mut self,
         names: &[&str],

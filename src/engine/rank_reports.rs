@@ -48,8 +48,8 @@ impl<M> Engine<M> {
             Ok(())
         });
         self.reporter.stop_in_record |= requests.contains(&RunRequest::Stop);
-        // Islands of one job save together, but the vote is within one island, so a request for a checkpoint is ignored if
-        // there are islands.
+        // Islands of one job save together, but the vote is within one island, so a request for a checkpoint is ignored
+        // if there are islands.
         let save = requests.contains(&RunRequest::Save) && self.islands.is_none();
         RankZeroRequests { report: true, save }
     }

@@ -17,8 +17,9 @@ impl<M> Engine<M> {
     /// [`ParamError::NothingTrained`] for a rule that freezes everything; [`ParamError::QuantizedTrained`] for a rule
     /// that trains a quantized parameter;
     /// [`EngineError::TrainableDiffers`](crate::error::EngineError::TrainableDiffers) if ranks have different rules;
-    /// [`EngineError::LocalSteps`](crate::error::EngineError::LocalSteps) if ranks take local steps; too little space
-    /// for a file. In all these cases, nothing has changed. Also fails if a collective fails.
+    /// [`EngineError::LocalSteps`](crate::error::EngineError::LocalSteps) if ranks take local steps; the error of a
+    /// failed background save; too little space for a file. In all these cases, nothing has changed. Also fails if a
+    /// collective fails.
     pub fn set_trainable(&mut self, rule: impl Fn(&str, &[usize]) -> bool) -> Result<()> {
         self.not_on_islands("set_trainable")?;
         self.wait_for_checkpoint()?;

@@ -14,8 +14,9 @@ use crate::util::counted;
 use std::io::Write as _;
 
 impl<M> Engine<M> {
-    /// Writes custom values to the monitors, like DeepSpeed's `monitor.write_events`. Does nothing on ranks other than
-    /// 0. The engine's own events use [`global_samples`](Self::global_samples) as their step.
+    /// Writes custom values to the monitors, like DeepSpeed's `monitor.write_events`, and to the record of the run, if
+    /// there is one. Does nothing on ranks other than 0. The engine's own events use
+    /// [`global_samples`](Self::global_samples) as their step.
     ///
     /// ```
     /// # use candle_zero::Engine;

@@ -29,14 +29,17 @@ pub enum EstimateError {
         /// The allowed form of the part that is wrong.
         allowed: &'static str,
     },
-    /// The time of a step is not a number above 0.
-    #[error("the step takes {found} s, but must take more than 0 s")]
+    /// The time of a step is not a finite number above 0.
+    #[error("the step takes {found} s, but must take a finite time of more than 0 s")]
     Step {
         /// The time in seconds.
         found: f64,
     },
     /// A metrics file has no steps that can be used.
-    #[error("{}: {problem}; give the metrics of a run, as written by train_gpt's --metrics", path.display())]
+    #[error(
+        "{}: {problem}; give the metrics of a run, as written by train_gpt's --metrics or zerorun finetune's",
+        path.display()
+    )]
     Metrics {
         /// The file.
         path: PathBuf,

@@ -25,7 +25,7 @@ impl MeasuredStep {
     /// Describes a step of `step_s` seconds.
     ///
     /// # Errors
-    /// [`EstimateError::Step`] if `step_s` is not a number above 0.
+    /// [`EstimateError::Step`] if `step_s` is not a finite number above 0.
     pub fn seconds(step_s: f64) -> Result<Self, EstimateError> {
         match step_s.is_normal() && step_s > 0.0 {
             true => Ok(Self { step_s, phases: None, steps: 0, ranks: None }),

@@ -96,7 +96,8 @@ impl Estimate {
     ///
     /// # Errors
     /// More parameters than can be counted in bytes; a module in `data_types.keep_in_fp32_modules` that does not exist;
-    /// a pipeline of several stages; ranks that cannot be divided among the islands.
+    /// experts that cannot be divided as `expert_parallel` requests; a pipeline of several stages; ranks that cannot be
+    /// divided among the islands.
     pub fn with(shapes: &Shapes, config: &Config, options: EstimateOptions) -> Result<Self> {
         let parameters = shapes.num_parameters();
         if parameters > MAX_PARAMETERS {

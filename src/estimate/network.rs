@@ -62,7 +62,7 @@ const LATENCIES: [LatencyUnit; 3] = [
 /// The time that a transfer between hosts takes.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(super) struct TransferTime {
-    /// The seconds from its start to its end.
+    /// The seconds from the transfer's start to its end.
     pub seconds: f64,
     /// The time for which it occupies the host's processors, expressed in seconds of all processors.
     pub processors: f64,

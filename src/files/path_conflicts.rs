@@ -127,7 +127,8 @@ impl InputOutputPaths {
     /// outputs.
     ///
     /// # Errors
-    /// The same as [`check`](Self::check), and [`OutputError::Busy`] if another job has locked an output.
+    /// The same as [`check`](Self::check), [`OutputError::Busy`] if another job has locked an output, and [`Error::Io`]
+    /// for a folder that cannot be created.
     pub fn claim(&self) -> Result<OutputLocks> {
         self.check()?;
         let locks = self.writes.iter().filter_map(|named| lock(named).transpose());

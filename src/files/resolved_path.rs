@@ -103,7 +103,7 @@ fn ignores_case(folder: &Path) -> bool {
     };
     let swapped = |path: &Path| Some(path.with_file_name(swap_case(path.file_name()?.to_str()?)));
     let id = |path: &Path| path.symlink_metadata().ok().map(|m| (m.dev(), m.ino()));
-    // An entry shows the behavior of this folder; the folder's own name shows that of its parent, which is most
+    // An entry shows the behaviour of this folder; the folder's own name shows that of its parent, which is most
     // likely on the same disk.
     let entry = std::fs::read_dir(folder).ok().and_then(|mut entries| entries.find_map(|e| Some(e.ok()?.path())));
     [entry.as_deref(), Some(folder)]

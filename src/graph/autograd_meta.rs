@@ -106,8 +106,8 @@ impl Drop for AutogradRemovalGuard {
     }
 }
 
-/// Creates a tensor from `value` as the result of an operation on `token`. Candle's operations on it put their gradient
-/// into `slot`, and this library's operations find the token and the slot by the tensor's id.
+/// Creates a tensor from `value` as the result of an operation on `token`. Candle's operations on this tensor put their
+/// gradient into `slot`, and this library's operations find the token and the slot by the tensor's id.
 pub(crate) fn with_token(
     token: Tensor,
     slot: Arc<GradSlot>,

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 /// The time for which a rank tries to reach a server that is not listening yet.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// The time between two attempts, and between two checks of whether another rank has failed.
+/// The time between two attempts to connect, and between two checks of whether another rank has failed.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// The time for which a rank waits for the server's reason after another rank of its island has failed.
 const REASON_TIMEOUT: Duration = Duration::from_secs(1);

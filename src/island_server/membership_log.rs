@@ -160,7 +160,7 @@ impl Replay {
     }
 }
 
-/// Returns the first event of a record.
+/// Returns the event of a rank that connects while the run has no islands. It is also the first event of a record.
 pub(super) fn first_event(islands: usize, ranks: usize) -> IslandEvent {
     IslandEvent::Start { version: VERSION, islands, ranks }
 }

@@ -70,7 +70,7 @@ pub enum MeshError {
     /// An axis is given twice.
     RepeatedAxis(MeshAxis),
     /// The product of the lengths of the given axes does not divide the number of ranks or, if the data axis is among
-    /// them, does not equal it.
+    /// them, does not equal it; or there are no ranks.
     Indivisible {
         /// The number of ranks.
         world_size: usize,

@@ -21,8 +21,8 @@ const MIN_LOGITS_ROWS: usize = 64;
 
 impl DecoderConfig {
     /// Returns the maximum number of activation bytes during a forward and a backward pass with these options: the
-    /// values that the blocks keep for the backward pass, the gradients that pass through one of them, and the loss
-    /// with its gradients. Parameters and their gradients are not included.
+    /// values that the blocks keep for the backward pass, the gradients that pass through one block, and the loss with
+    /// its gradients. Parameters and their gradients are not included.
     ///
     /// This applies to the layers of [`crate::nn`] on the CPU, where normalized values are recomputed.
     pub fn activation_bytes(&self, pass: ActivationBytesOptions) -> usize {

@@ -217,7 +217,7 @@ struct BlockAttention {
     query_key_norms: Option<[RmsNorm; 2]>,
     /// The rotations of queries and keys.
     rotary: Option<[Rotary; 2]>,
-    /// The limit on the elements of queries, keys and values before they are rotated.
+    /// The limit on the elements of values, and of queries and keys before they are rotated.
     clip: Option<f64>,
     /// The scores of the query heads' sinks.
     sinks: Option<Tensor>,

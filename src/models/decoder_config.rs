@@ -8,8 +8,8 @@ use super::rotary_config::RotaryConfig;
 use crate::Result;
 use crate::nn::{Activation, LoraConfig, RotaryPairs};
 
-/// The shape of a decoder: a stack of blocks, each of which adds the output of causal attention to the residual stream,
-/// and then the output of an MLP.
+/// The shape of a decoder: a stack of blocks, each of which adds the output of causal attention and the output of an
+/// MLP or a mixture of experts to the residual stream.
 ///
 /// It is read from the `config.json` of a Hugging Face model ([`DecoderConfig::read`]). The sizes have the names
 /// that such a file uses.
@@ -60,8 +60,8 @@ pub struct DecoderConfig {
     pub activation: Activation,
     /// The mixture of experts of sparse blocks, if there are any.
     pub mixture: Option<Box<MixtureConfig>>,
-    /// The limit on the elements of queries, keys and values before they are rotated: a number c limits them to the
-    /// range from -c to c (OLMoE).
+    /// The limit on the elements of values, and of queries and keys before they are rotated: a number c limits them to
+    /// the range from -c to c (OLMoE).
     pub clip_qkv: Option<f64>,
     /// Whether each query head has a sink: a key without a value, whose score is a parameter (gpt-oss).
     pub attention_sinks: bool,

@@ -163,7 +163,7 @@ impl EncoderConfigReader<'_> {
             Some("gelu") => Ok(Activation::Gelu),
             Some("gelu_new" | "gelu_pytorch_tanh") => Ok(Activation::GeluTanh),
             Some("silu" | "swish") => Ok(Activation::Silu),
-            _ => Err(self.0.refuse(key, "gelu, gelu_new, gelu_pytorch_tanh or silu")),
+            _ => Err(self.0.refuse(key, "gelu, gelu_new, gelu_pytorch_tanh, silu or swish")),
         }
     }
 

@@ -54,7 +54,7 @@ impl EncoderConfig {
         Ok(recorder.take_recorded())
     }
 
-    /// Returns the paths of the projections that can have an adapter: those of the blocks, and of BERT's pooler if
+    /// Returns the paths of the projections that can have an adapter: those of the blocks, and that of BERT's pooler if
     /// `adapts_pooler` is set.
     ///
     /// # Errors

@@ -15,7 +15,7 @@ impl<A: Architecture> LanguageModel<A> {
     ///
     /// # Errors
     /// The errors of [`LanguageModel::loss_packed`]; a length of `mask` that is not the number of tokens; with a
-    /// load-balancing loss, no token that counts on any rank.
+    /// load-balancing loss, no token that counts on any rank, or a failed collective.
     pub fn routed_loss(
         &self,
         ids: &Tensor,
@@ -34,7 +34,8 @@ impl<A: Architecture> LanguageModel<A> {
     /// [`LanguageModel::routed_loss`].
     ///
     /// # Errors
-    /// The errors of [`LanguageModel::log_probabilities`], and of [`LanguageModel::routed_loss`] about `mask`.
+    /// The errors of [`LanguageModel::log_probabilities`], and those of [`LanguageModel::routed_loss`] about `mask` and
+    /// the load-balancing loss.
     pub fn routed_log_probabilities(
         &self,
         ids: &Tensor,

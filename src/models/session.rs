@@ -9,7 +9,7 @@ use candle_core::{Result, bail};
 ///
 /// A session is valid for one model and its current weights; start a new session after a training step. Keys and values
 /// have the dtype that the model computes in. They take 2 x blocks x positions x (width of a position's keys) elements,
-/// with the number of positions rounded up to a multiple of 16.
+/// where positions is the number of positions for which memory is allocated, on the CPU a multiple of 16.
 ///
 /// ```
 /// use candle_core::{DType, Device};

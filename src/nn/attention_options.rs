@@ -12,8 +12,8 @@ pub struct AttentionOptions {
     pub scale: Option<f64>,
     /// The soft cap c of scores: they are mapped to c tanh(score / c) (Gemma 2).
     pub soft_cap: Option<f64>,
-    /// The window: the query at position q sees the keys k with q - window < k <= q, that is, as many keys as the
-    /// window is long, including the key at q. Without a window, it sees all keys up to the one at q.
+    /// The window: the query at position q sees the keys k with q - window < k <= q, that is, at most as many keys as
+    /// the window is long, including the key at q. Without a window, it sees all keys up to the one at q.
     pub window: Option<usize>,
     /// Whether a query also sees later positions: all positions of its sequence, or, with a window, the keys k with
     /// |q - k| < window (ModernBERT's local attention).

@@ -15,8 +15,8 @@ const ROWS_PER_TASK: usize = 64;
 /// Returns columns `range` of the last dimension of `x` `[.., width]` as a tensor `[.., range.len()]` with its own
 /// memory.
 ///
-/// The backward pass adds to these columns of the gradient in place. Unlike the gradient of Candle's `narrow`, it does
-/// not create a tensor of the input's size for each part.
+/// The backward pass adds to these columns of the gradient in place. Unlike that of Candle's `narrow`, it does not
+/// create a tensor of the input's size for each part.
 ///
 /// # Errors
 /// A range that is empty or ends after the last column.

@@ -79,7 +79,7 @@ impl Conv1d {
         if c_in.checked_mul(groups) != Some(channels) || outputs % groups != 0 {
             bail!(
                 "{CONV}: the weight has shape {:?} and there {} {}; an input of shape {:?} needs [out, \
-                 in / groups, kernel] with out divisible by the groups",
+                 in / groups, kernel] with out divisible by the number of groups",
                 self.weight.dims(),
                 is_or_are(groups),
                 counted(groups, "group"),
@@ -170,7 +170,7 @@ impl ConvTranspose1d {
         if inputs != channels || channels % groups != 0 {
             bail!(
                 "{TRANSPOSED}: the weight has shape {:?} and there {} {}; an input of shape {:?} needs \
-                 [in, out / groups, kernel] with in divisible by the groups",
+                 [in, out / groups, kernel] with in divisible by the number of groups",
                 self.weight.dims(),
                 is_or_are(groups),
                 counted(groups, "group"),

@@ -48,7 +48,8 @@ pub struct LossOptions {
 /// Computes [`cross_entropy`] with options.
 ///
 /// # Errors
-/// The errors of [`cross_entropy`]; options that are not positive and finite.
+/// The errors of [`cross_entropy`], except that with a divisor it is not an error if no row counts; options that are
+/// not positive and finite.
 pub fn cross_entropy_with(logits: &Tensor, targets: &Tensor, options: LossOptions) -> Result<Tensor> {
     let Some((&classes, leading)) = logits.dims().split_last() else {
         bail!("cross_entropy: the logits are a scalar; they must be [rows, classes] or [batch, time, classes]")
@@ -99,9 +100,9 @@ pub(crate) const MAX_LOGITS_BYTES: usize = 52 << 20;
 /// with [`WeightLayout::OutIn`], otherwise `[width, classes]`. If the weight is in f32 and `h` in 16 bits, the logits
 /// are f32 too.
 ///
-/// If gradients are needed, they are computed together with the loss, in f32 and without the incoming gradient.
-/// The backward pass multiplies them by the incoming gradient before they are rounded. Until then, the gradients of `h`
-/// and `weight` are kept in f32.
+/// If gradients are needed, they are computed together with the loss, without the incoming gradient. On the CPU, the
+/// gradients of `h` and `weight` are kept in f32 until the backward pass multiplies them by the incoming gradient and
+/// rounds them.
 ///
 /// # Errors
 /// The errors of [`cross_entropy`] and [`crate::nn::linear()`].
@@ -112,7 +113,8 @@ pub fn linear_cross_entropy(h: &Tensor, weight: &Tensor, layout: WeightLayout, t
 /// Computes [`linear_cross_entropy`] with options. Rows that do not count cost nothing.
 ///
 /// # Errors
-/// The errors of [`linear_cross_entropy`]; options that are not positive and finite.
+/// The errors of [`linear_cross_entropy`], except that with a divisor it is not an error if no row counts; options that
+/// are not positive and finite.
 pub fn linear_cross_entropy_with(
     h: &Tensor,
     weight: &Tensor,
@@ -298,7 +300,7 @@ impl LossHead {
                 kernels::cross_entropy::losses(logits, classes, targets, self.cap, losses);
                 continue;
             }
-            // The factor 1 / rows is left out here, because it would make small numbers vanish in f16.
+            // The factor 1 / divisor is left out here, because it would make small numbers vanish in f16.
             kernels::cross_entropy::gradients(logits, classes, targets, self.cap, |row| scale(start + row), losses);
             let d = Matrix::new(logits, rows, classes);
             if wants_h {

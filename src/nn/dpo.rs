@@ -40,7 +40,8 @@ impl Rewards {
     }
 }
 
-/// Returns the mean over pairs of -log sigmoid(beta ((chosen - rejected) - (reference chosen - reference rejected))).
+/// Returns the mean over pairs of -log sigmoid(beta ((chosen - rejected) - (reference chosen - reference rejected))),
+/// and the rewards.
 ///
 /// All operands are `[pairs]`: sums of log probabilities of the answers' tokens, under the model (`policy`, with a
 /// graph) and under its reference (without a graph), each for the chosen and the rejected answers. The reference of a
@@ -80,8 +81,8 @@ pub fn dpo_loss(policy: [&Tensor; 2], reference: [&Tensor; 2], beta: f64) -> Res
 }
 
 /// Returns the mean of -log sigmoid(x), computed as max(-x, 0) + log(1 + exp(-|x|)), which never overflows. It is not
-/// composed of Candle's operations, because their derivatives of these two parts do not match at 0, where every
-/// training run begins.
+/// composed of Candle's operations, because the derivatives that these give to the two parts do not add up to the
+/// correct one at 0, where every training run begins.
 fn mean_of_losses(margins: &Tensor, values: &[f32]) -> Result<Tensor> {
     const NAME: &str = "dpo_loss";
     let inputs = OpInputs::of([Some(margins)])?;

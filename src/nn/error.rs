@@ -39,7 +39,7 @@ pub enum LoraError {
     /// A target does not match any projection.
     #[error(
         "LoRA target {target} is not the end of a projection's name; the projections that can have an adapter are \
-         {known}; all-linear means all of them (norms, embeddings and the output projection get none)"
+         {known}; all-linear means all of them (norms, embeddings, routers, experts and the output projection get none)"
     )]
     NoSuchTarget {
         /// The requested target.

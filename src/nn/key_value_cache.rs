@@ -122,7 +122,8 @@ impl KeyValueCache {
     ///
     /// # Errors
     /// Returns the same errors as without a cache. Also fails if there are more positions than the limit, if the heads,
-    /// the batch size or the dtype differ from those in the cache, or if a graph is being recorded for an input.
+    /// the batch size, the dtype or the device differ from those in the cache, or if a graph is being recorded for an
+    /// input.
     pub fn causal_attention(&mut self, qkv: &Tensor, n_head: usize) -> Result<Tensor> {
         self.fused_attention(qkv, n_head, &AttentionOptions::default())
     }

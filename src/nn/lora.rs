@@ -8,8 +8,8 @@
 //! ```
 //!
 //! The adapter's part is computed in f32, whatever the format of the base weight; 16-bit rows are widened a few at a
-//! time. In addition to x, the thin product h is kept for the backward pass and, with DoRA, also the result before its
-//! columns are scaled.
+//! time. In addition to x, the low-rank product h is kept for the backward pass and, with DoRA, also the result before
+//! its columns are scaled.
 
 use super::dropout::{DropoutMask, dropout};
 use super::f32_weight_linear::{apply_epilogue, is_wider, with_f32_values};
@@ -178,7 +178,7 @@ impl AdaptedSizes {
         });
     }
 
-    /// Returns h `[rows, r]`, the thin product D(x) A^T.
+    /// Returns h `[rows, r]`, the low-rank product D(x) A^T.
     fn project_down<E: TensorElement>(&self, x: &[E], a: &[f32]) -> Vec<f32> {
         let (inputs, rank) = (self.sizes.inputs, self.rank);
         let mut h = buffer::<f32>(self.sizes.rows * rank);

@@ -354,6 +354,6 @@ mod tests {
         config.check_targets(projections).unwrap();
         let config: LoraConfig = "targets=q_proj+query".parse().unwrap();
         let text = config.check_targets(projections).unwrap_err().to_string();
-        insta::assert_snapshot!(text, @"LoRA target query is not the end of a projection's name; the projections that can have an adapter are k_proj, q_proj; all-linear means all of them (norms, embeddings and the output projection get none)");
+        insta::assert_snapshot!(text, @"LoRA target query is not the end of a projection's name; the projections that can have an adapter are k_proj, q_proj; all-linear means all of them (norms, embeddings, routers, experts and the output projection get none)");
     }
 }

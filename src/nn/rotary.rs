@@ -75,8 +75,9 @@ impl Rotary {
         Self::with(ctx, RotaryLayout::of_complete_heads(frequencies.len()), frequencies, |_| 1.0)
     }
 
-    /// Creates the tables for heads with this layout, at positions below `ctx`. Each frequency belongs to a pair; elements
-    /// beyond the pairs are not rotated. At position t, the rotated elements are also multiplied by `factor(t)`.
+    /// Creates the tables for heads with this layout, at positions below `ctx`. Each frequency belongs to a pair;
+    /// elements beyond the pairs are not rotated. At position t, the rotated elements are also multiplied by
+    /// `factor(t)`.
     ///
     /// # Errors
     /// No frequencies, more of them than a head has pairs, a frequency that is NaN or infinite, or an odd head size.

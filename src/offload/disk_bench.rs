@@ -220,7 +220,8 @@ impl DiskPassTiming {
 /// files have no names, and are gone when this function returns or the process ends.
 ///
 /// # Errors
-/// The folder is unusable or in use, its disk is too small (before anything is written), or a file operation fails.
+/// The folder is unusable or in use, its disk is too small (before anything is written), a thread cannot be started, or
+/// a file operation fails.
 pub fn measure(settings: &DiskBenchSettings, progress: &mut dyn FnMut(u64, u64, &str)) -> Result<DiskBenchReport> {
     let folder = OffloadFolder::open(&settings.folder, true)?;
     let files = BenchFiles::create(&folder, settings.bytes)?;

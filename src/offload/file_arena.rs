@@ -171,7 +171,7 @@ impl FileArena {
                 Ok(())
             }
             (DiskAccess::Mapped, _) => self.with_mapped(at, out.len(), |mapped| {
-                // SAFETY: `mapped` points to `into.len()` bytes of the file. Nothing writes them during the copy,
+                // SAFETY: `mapped` points to `out.len()` bytes of the file. Nothing writes them during the copy,
                 // because an extent of a file is in only one transfer at a time.
                 unsafe { mapped.copy_to_nonoverlapping(out.as_mut_ptr(), out.len()) }
             }),

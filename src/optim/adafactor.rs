@@ -29,7 +29,7 @@ use std::ops::Range;
 /// moment for each element, `v = b2 * v + (1 - b2) * (g^2 + eps_0)`, and `u = g / sqrt(v)`.
 ///
 /// torch.optim.Adafactor differs: its decay does not include the scale of the parameter, its learning rate is at most
-/// 1 / sqrt(t), and it has no `beta1` and no `eps_0`.
+/// 1 / sqrt(t), it has no `beta1`, and it adds nothing to the squares.
 #[derive(Debug)]
 pub(super) struct Adafactor {
     matrices: AdafactorPart,

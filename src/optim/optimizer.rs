@@ -105,7 +105,8 @@ pub trait Optimizer: Send + Sync {
         1e-3
     }
 
-    /// Returns the momentum: betas, which a schedule such as OneCycle changes, or one factor. The default is no momentum.
+    /// Returns the momentum: betas, which a schedule such as OneCycle changes, or one factor. The default is no
+    /// momentum.
     fn momentum(&self) -> Momentum {
         Momentum::Factor(0.0)
     }

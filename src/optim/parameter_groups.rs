@@ -105,8 +105,8 @@ impl ParameterGroup {
         self
     }
 
-    /// Sets the number that an adaptive optimizer adds to its denominator. It has no effect on optimizers without such
-    /// a number (SGD, Lion).
+    /// Sets the number that an adaptive optimizer adds to its denominator (Adafactor: to the squares of gradients). It
+    /// has no effect on optimizers without such a number (SGD, Lion).
     #[must_use]
     pub fn eps(mut self, eps: f64) -> Self {
         self.overrides.eps = Some(eps);

@@ -69,8 +69,8 @@ impl WeightFile {
         self.metadata.info(name).map(|info| FileTensor { file: self, info })
     }
 
-    /// Returns a hash of the header and of 8 bytes at up to a thousand positions in the file, not of all data, which may be
-    /// larger than memory.
+    /// Returns a hash of the header and of 8 bytes at up to a thousand positions in the file, not of all data, which
+    /// may be larger than memory.
     pub fn fingerprint(&self) -> u64 {
         const MAX_SAMPLES: usize = 1000;
         let step = self.map.len().div_ceil(MAX_SAMPLES).max(1);

@@ -55,8 +55,8 @@ impl WeightSource {
         Ok(Self::Files(WeightFiles::open(path)?))
     }
 
-    /// Returns a hash that ranks compare to check that they begin with the same weights. For a file, the hash covers
-    /// the header and a thousand positions of the data, not all data, which may be larger than memory.
+    /// Returns a hash that ranks compare to check that they begin with the same weights. For each file, the hash covers
+    /// the header and up to a thousand positions, not all data, which may be larger than memory.
     pub(crate) fn fingerprint(&self) -> u64 {
         match self {
             Self::Random { seed } => fnv1a(&seed.to_le_bytes()),

@@ -5,7 +5,7 @@ use candle_nn::{Module, VarBuilder};
 use regex::{Regex, RegexBuilder};
 use std::any::Any;
 
-/// A layer of a [`PipelineModule`]. Every [`Module`] is one.
+/// A layer of a [`PipelineModule`]. Every [`Module`] that is [`Send`] is one.
 ///
 /// `B` is the type of a micro batch. Every stage has the complete micro batch, so a layer may use parts of it, such as
 /// the positions at which texts begin, in addition to the previous layer's output.

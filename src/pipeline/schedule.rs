@@ -7,11 +7,11 @@
 //!   rank 2   .. .. F0 B0 F1 B1 F2 B2 F3 B3                  1
 //! ```
 //!
-//! A model is cut into stages. With one chunk per rank, stage s belongs to rank s. With several, rank r of p ranks holds
-//! the stages r, r + p, r + 2p, ... (interleaved, arXiv 2104.04473), which shortens the wait for the first and the last
-//! micro batch, or the stages r and 2p - 1 - r (V shape). Zero-bubble schedules (arXiv 2401.10241) divide a backward
-//! pass into the gradient of the input, for which the previous stage waits, and the gradients of the weights, which are
-//! computed in time that would otherwise be spent waiting.
+//! A model is cut into stages. With one chunk per rank, stage s belongs to rank s. With several, rank r of p ranks
+//! holds the stages r, r + p, r + 2p, ... (interleaved, arXiv 2104.04473), which shortens the wait for the first and
+//! the last micro batch, or the stages r and 2p - 1 - r (V shape). Zero-bubble schedules (arXiv 2401.10241) divide a
+//! backward pass into the gradient of the input, for which the previous stage waits, and the gradients of the weights,
+//! which are computed in time that would otherwise be spent waiting.
 //!
 //! Every stage processes the micro batches in order, forward and backward, so its gradients are summed in the order in
 //! which one rank with accumulation sums them. The lists of operations are those of
@@ -157,7 +157,7 @@ impl PipelineSchedule {
     /// the model.
     ///
     /// # Errors
-    /// [`ScheduleError`]: the kind does not exist for these numbers.
+    /// [`ScheduleError`]: a number is 0, or the kind does not exist for these numbers.
     ///
     /// ```
     /// use candle_zero::pipeline::{PipelineSchedule, PipelineScheduleKind};

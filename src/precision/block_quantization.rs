@@ -7,8 +7,8 @@
 //! ```
 //!
 //! A block's scale is its largest magnitude divided by the largest code, and an element is rounded to the nearest
-//! multiple of the scale (ties to even). The error is at most half the scale, and zeros stay zeros. A block that contains
-//! an infinity or a NaN is decoded to elements that are all non-finite, so an overflow is still detected. The
+//! multiple of the scale (ties to even). The error is at most half the scale, and zeros stay zeros. A block that
+//! contains an infinity or a NaN is decoded to elements that are all non-finite, so an overflow is still detected. The
 //! result depends only on the values: rounding is not stochastic, and every CPU produces the same bytes from finite
 //! values.
 
@@ -36,7 +36,7 @@ pub enum IntFormat {
 }
 
 impl IntFormat {
-    /// Returns the code of a block's largest magnitude. A step is that magnitude divided by this code.
+    /// Returns the code of a block's largest magnitude. The scale is that magnitude divided by this code.
     pub fn largest_code(self) -> f32 {
         match self {
             Self::Int8 => 127.0,

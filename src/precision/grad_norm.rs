@@ -46,7 +46,7 @@ fn clip_factor(norm_unscaled: f64, max_norm: f64) -> f64 {
 
 /// Returns the factor by which gradients are multiplied before the update. It combines loss scale and clipping.
 ///
-/// `scaled_norm` is the global norm of the scaled gradients, `loss_scale` the scale of their loss, and `clipping` is
+/// `scaled_norm` is the global norm of the scaled gradients, `loss_scale` is the scale of their loss, and `clipping` is
 /// `gradient_clipping`. The result is exactly 1 if neither applies.
 pub fn gradient_multiplier(scaled_norm: f64, loss_scale: f64, clipping: f64) -> f64 {
     1.0 / (clip_factor(scaled_norm / loss_scale, clipping) * loss_scale)

@@ -134,7 +134,7 @@ impl RunsFolder {
     /// if it contains other files.
     ///
     /// # Errors
-    /// [`RunError::Running`] unless `forced`; a folder that is a link; files that cannot be removed.
+    /// [`RunError::Running`] unless `forced`; a folder that does not exist or is a link; files that cannot be removed.
     pub fn remove(&self, id: &str, forced: bool) -> Result<Option<PathBuf>> {
         let folder = self.folder.join(id);
         let wrong = |path: &Path| {

@@ -1,8 +1,8 @@
 //! The record of a run: a folder with everything that is known about a training run, which `zerorun runs` reads.
 //!
 //! ```text
-//!   RunSpec + key + environment -> RecordPlan -> RunWriter (one per run, on rank 0) -> folder
-//!   (record_plan.rs)                             (writer.rs)
+//!   RunSpec + section `run` + environment -> RecordPlan -> RunWriter (one per run, on rank 0) -> folder
+//!   (record_plan.rs)                                       (writer.rs)
 //!
 //!   folder -> RunsFolder -> RecordedRun: RunInfo, RunSummary, RecordedState; rows, events, samples
 //!             (folder.rs)   (recorded.rs)

@@ -39,8 +39,8 @@ impl RunSpec {
         }
     }
 
-    /// Requests a record by default, without a request from the user: characters of the name that are not allowed are
-    /// replaced, and if the folder cannot be written, a message reports this, and the program trains without a record.
+    /// Requests a record by default, without a request from the user: the name is changed to an allowed one, and if the
+    /// folder cannot be written, a message reports this, and the program trains without a record.
     pub fn by_default(name: &str) -> Self {
         let allowed: String = name.chars().map(|letter| if is_allowed(letter) { letter } else { '-' }).collect();
         let name = allowed.trim_start_matches(|letter: char| !letter.is_alphanumeric());
@@ -191,8 +191,8 @@ pub(super) fn is_off(folder: &std::ffi::OsStr) -> bool {
     folder.to_str().is_some_and(|folder| OFF.iter().any(|off| folder.eq_ignore_ascii_case(off)))
 }
 
-/// Returns whether a run's name may contain this character. Characters that are special in a shell, a path or a web page
-/// are excluded.
+/// Returns whether a run's name may contain this character. Characters that are special in a shell, a path or a web
+/// page are excluded.
 fn is_allowed(letter: char) -> bool {
     letter.is_alphanumeric() || "._-+=@ ".contains(letter)
 }

@@ -1,7 +1,8 @@
-//! `summary.json`: a summary of the metrics and events of a run. Listing runs does not require reading the other files.
+//! `summary.json`: a summary of the metrics and events of a run, so that listing runs does not require reading those
+//! files.
 //!
 //! The summary contains the number of bytes of each file that it covers. A reader compares these numbers with the
-//! lengths of the files, and adds the lines that have been appended since. If the files are shorter, or if steps were
+//! lengths of the files, and adds the lines that have been appended since. If a file is shorter, or if steps were
 //! repeated, the reader starts again from the beginning.
 
 use super::metrics::{FileMetrics, LOSS, MetricsLine, MetricsRow, ParsedLine};

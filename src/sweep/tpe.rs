@@ -3,7 +3,8 @@
 //!
 //! The best `min(ceil(0.1 n), 25)` of n trials are the good ones. For each parameter, a density is estimated from the
 //! values of the good trials and another from those of the others; of 24 values drawn from the first, the one with the
-//! largest ratio of the two densities is taken. Each density includes the prior of the parameter as one more component.
+//! largest ratio of the first density to the second is taken. Each density includes the prior of the parameter as one
+//! more component.
 
 use super::domain::ParameterDomain;
 use super::random::RandomStream;

@@ -72,7 +72,7 @@ pub(crate) use with_element;
 
 /// Returns the elements of a contiguous CPU storage.
 ///
-/// A storage of a different dtype is an error; the engine gives a non-resident parameter such a storage
+/// A storage of a different dtype is an error; the engine gives an absent parameter such a storage
 /// (`residency.rs`), so that computing with the parameter is impossible. A storage with fewer elements than its shape
 /// requires is also an error.
 pub(crate) fn elements<'a, E: WithDType>(s: &'a CpuStorage, l: &Layout, op: &'static str) -> Result<&'a [E]> {

@@ -19,7 +19,7 @@ use std::time::Duration;
 const WRITE_INTERVAL: Duration = Duration::from_millis(250);
 /// The maximum number of events in memory; the thread that reaches this number writes the events to the file.
 const MAX_BUFFERED_EVENTS: usize = 1 << 14;
-/// The maximum number of events of a process: no viewer opens a trace of more than a few hundred MB.
+/// The maximum number of events that a process writes to a file: no viewer opens a trace of more than a few hundred MB.
 const MAX_EVENTS: usize = 1 << 20;
 
 /// All sinks of this process. They are kept so that consecutive engines fill the same file.

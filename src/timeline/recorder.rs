@@ -51,7 +51,7 @@ impl TimelineRecorder {
         &self.0
     }
 
-    /// Writes the recorded events to the part file now, in case the process ends.
+    /// Writes the recorded events to the file now, in case the process ends.
     pub fn flush(recorder: Option<&Self>) {
         if let Some(recorder) = recorder {
             recorder.0.sink.flush();

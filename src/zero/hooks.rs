@@ -190,7 +190,8 @@ impl RankCore {
         self.remember_weights()
     }
 
-    /// Ends an optimizer step: drops gradients, and gathers persistent parameters again if weights changed.
+    /// Ends an optimizer step: drops gradients, synchronizes buffers, and gathers persistent parameters again if
+    /// weights changed.
     pub fn end_step(&self, weights_changed: bool) -> Result<()> {
         lock(&self.gradients).clear(self);
         self.buffers.after_step(self.comm())?;

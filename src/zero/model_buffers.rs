@@ -124,7 +124,7 @@ impl ModelBuffers {
         all.map(|(number, buffer)| Ok((number, buffer.bytes()?))).collect::<Result<_>>().map(SavedBuffers)
     }
 
-    /// Returns only the saved values of buffers that have changed since.
+    /// Returns only the saved values of buffers that have changed since they were saved.
     pub(super) fn changed_since(&self, SavedBuffers(mut saved): SavedBuffers) -> Result<SavedBuffers> {
         let mut failure = Ok(());
         saved.retain(|(number, previous)| match self.list[*number].bytes() {

@@ -300,8 +300,8 @@ impl RankCore {
         }
     }
 
-    /// Returns the communicator of the ranks that save a checkpoint together: those of all stages of a pipeline, or
-    /// those of an island.
+    /// Returns the communicator of the ranks that save a checkpoint together: those of all stages of a pipeline, those
+    /// of an island, or otherwise all ranks.
     pub fn job(&self) -> &dyn Communicator {
         self.pipeline.as_ref().map_or(&*self.comm, |position| &*position.job)
     }

@@ -3,7 +3,7 @@
 //!
 //! All parameters are stored consecutively in one flat buffer, padded at its end to a multiple of twice the world
 //! size; rank r owns the r-th equal part of it. A parameter may straddle parts. (This engine shards parameter by
-//! parameter at every stage; see `candle_zero::layout::shard_range`.)
+//! parameter at stages 1 to 3; see `candle_zero::layout::shard_range`.)
 
 use std::ops::Range;
 

@@ -282,7 +282,7 @@ fn ranks_hold_as_many_elements_as_recorded() {
             assert_eq!(json!(shards), *recorded, "{id}");
         }
         if let Some(recorded) = expect.get("partition_size") {
-            // DeepSpeed pads all parameters together at stages 1 and 2; this engine pads each parameter at every stage.
+            // DeepSpeed pads all parameters together at stages 1 and 2; this engine pads each parameter separately.
             let padded_one_by_one = if numels.iter().any(|n| n % world != 0) { numels.len() } else { 0 };
             let recorded = int(&recorded[0]);
             assert!((recorded..=recorded + padded_one_by_one).contains(&share), "{id}: {share} against {recorded}");

@@ -219,8 +219,8 @@ fn models_that_differ_between_ranks_are_refused_on_every_rank() {
         });
         let texts = errors(results.unwrap());
         insta::allow_duplicates! {
-            insta::assert_snapshot!(texts[0], @"rank 0 built a different model than rank 1: 2 parameters with 15 elements in total, hash 8e013166, instead of 2 parameters with 20 elements in total, hash 6e925670 (the hash is of the names, shapes and units); every rank must build the same model");
-            insta::assert_snapshot!(texts[1], @"rank 1 built a different model than rank 0: 2 parameters with 20 elements in total, hash 6e925670, instead of 2 parameters with 15 elements in total, hash 8e013166 (the hash is of the names, shapes and units); every rank must build the same model");
+            insta::assert_snapshot!(texts[0], @"rank 0 built a different model from rank 1: 2 parameters with 15 elements in total, hash 8e013166, instead of 2 parameters with 20 elements in total, hash 6e925670 (the hash is of the names, shapes and units); every rank must build the same model");
+            insta::assert_snapshot!(texts[1], @"rank 1 built a different model from rank 0: 2 parameters with 20 elements in total, hash 6e925670, instead of 2 parameters with 15 elements in total, hash 8e013166 (the hash is of the names, shapes and units); every rank must build the same model");
         }
     }
     // These models differ only in names; the next ones differ only in units.
@@ -228,7 +228,7 @@ fn models_that_differ_between_ranks_are_refused_on_every_rank() {
         let name = ["left", "right"][comm.rank()];
         Engine::builder().communicator(comm).initialize(|vb| linear(4, 3, vb.pp(name)), plain(2)).map(drop)
     });
-    insta::assert_snapshot!(errors(results.unwrap())[0], @"rank 0 built a different model than rank 1: 2 parameters with 15 elements in total, hash bd869fe8, instead of 2 parameters with 15 elements in total, hash 6e06c99e (the hash is of the names, shapes and units); every rank must build the same model");
+    insta::assert_snapshot!(errors(results.unwrap())[0], @"rank 0 built a different model from rank 1: 2 parameters with 15 elements in total, hash bd869fe8, instead of 2 parameters with 15 elements in total, hash 6e06c99e (the hash is of the names, shapes and units); every rank must build the same model");
     let results = threads::run(2, |comm| {
         let rank = comm.rank();
         let build = |vb: VarBuilder<'_>| {
@@ -285,8 +285,8 @@ fn weights_that_differ_between_ranks_are_refused_on_every_rank() {
         });
         let texts = errors(results.unwrap());
         insta::allow_duplicates! {
-            insta::assert_snapshot!(texts[0], @"rank 0 starts with different weights than rank 1: a different seed or init_from file; every rank must use the same seed and file (unlike in DeepSpeed, rank 0's weights are not sent to the others)");
-            insta::assert_snapshot!(texts[1], @"rank 1 starts with different weights than rank 0: a different seed or init_from file; every rank must use the same seed and file (unlike in DeepSpeed, rank 0's weights are not sent to the others)");
+            insta::assert_snapshot!(texts[0], @"rank 0 starts with different weights from rank 1: a different seed or init_from file; every rank must use the same seed and file (unlike in DeepSpeed, rank 0's weights are not sent to the others)");
+            insta::assert_snapshot!(texts[1], @"rank 1 starts with different weights from rank 0: a different seed or init_from file; every rank must use the same seed and file (unlike in DeepSpeed, rank 0's weights are not sent to the others)");
         }
     }
 }

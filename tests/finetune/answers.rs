@@ -183,7 +183,8 @@ fn wrong_prompts_and_numbers_are_refused() {
     let chat = generator.encode_conversation(&Conversation::new([("user", "a")])).unwrap_err().to_string();
     assert!(
         chat.ends_with(
-            "copy the file from an instruction-tuned model with the same special tokens, or use prompt/completion data"
+            "copy chat_template.jinja from an instruction-tuned model with the same special tokens, or use \
+             prompt/completion data"
         ),
         "{chat}"
     );

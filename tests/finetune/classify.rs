@@ -311,7 +311,7 @@ fn folders_that_are_no_encoder_are_refused() {
     change_config(dir, |config| (config["num_hidden_layers"], config["intermediate_size"]) = (2.into(), 90.into()));
     insta::assert_snapshot!(refused(), @"tensor bert.encoder.layer.0.intermediate.dense.weight in DIR/model.safetensors has shape [96, 48], but DIR/config.json describes shape [90, 48]; take both files from the same model");
     change_config(dir, |config| config["hidden_act"] = "relu".into());
-    insta::assert_snapshot!(refused(), @r#"DIR/config.json: hidden_act is "relu", but must be gelu, gelu_new, gelu_pytorch_tanh or silu"#);
+    insta::assert_snapshot!(refused(), @r#"DIR/config.json: hidden_act is "relu", but must be gelu, gelu_new, gelu_pytorch_tanh, silu or swish"#);
     change_config(dir, |config| config["model_type"] = "t5".into());
     insta::assert_snapshot!(refused(), @r#"DIR has a model of type "t5"; --task classify requires an encoder (model_type bert, roberta, xlm-roberta, distilbert, electra, modernbert) or a language model, with any head or none, in a folder in Hugging Face format"#);
     std::fs::remove_file(dir.join("config.json")).unwrap();

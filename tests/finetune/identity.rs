@@ -1,6 +1,7 @@
-//! A checkpoint is resumed only by a run with the settings of the run that saved it; any other run is refused with a
-//! list of the differences. Cached samples are used only with the model files for which they were created; merged
-//! models have all of the base's templates; seeds take effect.
+//! Without `--resume_anyway`, a checkpoint is resumed only by a run whose settings, as far as they affect the result,
+//! are those of the run that saved it; any other run is refused with a list of the differences. Cached samples are used
+//! only with the model files for which they were created; merged models have all of the base's templates; seeds take
+//! effect.
 
 use crate::fixtures::{copy, max_difference, path};
 use crate::support::processes::{stderr, stdout, zerorun};
@@ -147,7 +148,8 @@ fn what_changes_nothing_of_a_result_may_differ_and_the_same_run_goes_on() {
     let lines = std::fs::read_to_string(folder.path("a.jsonl")).unwrap();
     std::fs::write(folder.path("many.jsonl"), lines.repeat(20)).unwrap();
     folder.trained("whole", &["--data", "many.jsonl"]);
-    // The folder is made to look like that of a run that was stopped after step 2: the newest checkpoint is of that step.
+    // The folder is made to look like that of a run that was stopped after step 2: the newest checkpoint is of that
+    // step.
     folder.trained("first", &["--data", "many.jsonl", "--save", "saves", "--save_every", "2"]);
     let tags = |dir: &Path| {
         let mut tags: Vec<_> = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name()).collect();

@@ -345,7 +345,7 @@ fn an_adapter_for_another_base_is_refused_with_its_tensor() {
     let sizes = adapted(&base, &adapter);
     insta::assert_snapshot!(text(AdapterInitialValues::new(&base, &sizes, Some(adapter)).unwrap_err()), @"the adapter lora/llama.attn_r8/final (trained on llama) does not fit this model: layers.0.self_attn.q_proj.lora_A.weight: it has shape [8, 48], but the model needs [8, 40]; use the model that it was trained on");
     let sizes = DecoderConfig { lora: Some("targets=q_proj+c_attn".parse().unwrap()), ..base.config().clone() };
-    insta::assert_snapshot!(text(AdapterInitialValues::new(&base, &sizes, None).unwrap_err()), @"LoRA target c_attn is not the end of a projection's name; the projections that can have an adapter are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj; all-linear means all of them (norms, embeddings and the output projection get none)");
+    insta::assert_snapshot!(text(AdapterInitialValues::new(&base, &sizes, None).unwrap_err()), @"LoRA target c_attn is not the end of a projection's name; the projections that can have an adapter are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj; all-linear means all of them (norms, embeddings, routers, experts and the output projection get none)");
 }
 
 #[test]

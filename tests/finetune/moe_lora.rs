@@ -244,7 +244,7 @@ fn targets_of_experts_that_do_not_exist_are_refused() {
         AdapterInitialValues::new(&base, &sizes, None).unwrap_err().to_string()
     };
     insta::assert_snapshot!(text("mixtral", "target_parameters=experts.w1"), @"LoRA target parameter experts.w1 is not the end of the name of a parameter of experts; the parameters that can have an adapter are mlp.experts.down_proj, mlp.experts.gate_up_proj");
-    insta::assert_snapshot!(text("qwen3_moe", "target_parameters=mlp.experts.down_proj,targets=w1"), @"LoRA target w1 is not the end of a projection's name; the projections that can have an adapter are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj; all-linear means all of them (norms, embeddings and the output projection get none)");
+    insta::assert_snapshot!(text("qwen3_moe", "target_parameters=mlp.experts.down_proj,targets=w1"), @"LoRA target w1 is not the end of a projection's name; the projections that can have an adapter are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj; all-linear means all of them (norms, embeddings, routers, experts and the output projection get none)");
     let llama = crate::fixtures::base("llama");
     let sizes = DecoderConfig {
         lora: Some("target_parameters=mlp.experts.down_proj".parse().unwrap()),

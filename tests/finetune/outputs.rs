@@ -39,7 +39,7 @@ impl TestFolder {
         std::fs::write(self.at(name), text).unwrap();
     }
 
-    /// Returns all files in the folder with their bytes, and links with their targets.
+    /// Returns all files in the folder except those in `cache`, with their bytes, and links with their targets.
     fn files(&self) -> BTreeMap<PathBuf, Vec<u8>> {
         fn visit(folder: &Path, found: &mut BTreeMap<PathBuf, Vec<u8>>) {
             for entry in std::fs::read_dir(folder).unwrap().map(Result::unwrap) {

@@ -1,4 +1,4 @@
-//! The loss of packed rows equals that of the separate samples.
+//! The loss and the gradient norms of packed rows equal those of the separate samples.
 
 use crate::fixtures::{MODELS, base, json, values};
 use candle_core::{Device, Tensor};

@@ -430,7 +430,7 @@ fn wrong_runs_are_refused_before_a_rank_is_started() {
 
     For more information, try '--help'.
     ");
-    insta::assert_snapshot!(with(&["--lora", "targets=query"]), @"zerorun: LoRA target query is not the end of a projection's name; the projections that can have an adapter are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj; all-linear means all of them (norms, embeddings and the output projection get none)");
+    insta::assert_snapshot!(with(&["--lora", "targets=query"]), @"zerorun: LoRA target query is not the end of a projection's name; the projections that can have an adapter are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj; all-linear means all of them (norms, embeddings, routers, experts and the output projection get none)");
     insta::assert_snapshot!(with(&["--ctx", "100000"]), @"zerorun: --ctx is 100000, but must be 2 to 128, the model's context");
     insta::assert_snapshot!(with(&["--dpo", "beta=x"]), @r"
     zerorun: invalid value 'beta=x' for '--dpo <beta=B>': give beta and a number, such as beta=0.1
@@ -440,7 +440,7 @@ fn wrong_runs_are_refused_before_a_rank_is_started() {
     insta::assert_snapshot!(with(&["--val", "0.05"]), @"zerorun: --val is 0.05, but must be files, or a part of the training data such as 5%");
     insta::assert_snapshot!(with(&["--batch", "3", "--micro_batch", "2"]), @"zerorun: --batch is 3, which is not a multiple of the 2 rows that are computed at the same time (--micro_batch 2 on 1 rank); give --batch 2 or 4, or another --micro_batch");
     insta::assert_snapshot!(with(&["--batch", "3", "-n", "2"]), @"zerorun: --batch is 3, which is not a multiple of the 2 rows that are computed at the same time (--micro_batch 1 on 2 ranks); give --batch 2 or 4, or another --micro_batch");
-    insta::assert_snapshot!(with(&["--lora", "targets=norm"]), @"zerorun: LoRA target norm is not the end of a projection's name; the projections that can have an adapter are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj; all-linear means all of them (norms, embeddings and the output projection get none)");
+    insta::assert_snapshot!(with(&["--lora", "targets=norm"]), @"zerorun: LoRA target norm is not the end of a projection's name; the projections that can have an adapter are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj; all-linear means all of them (norms, embeddings, routers, experts and the output projection get none)");
     insta::assert_snapshot!(with(&["--val", "1%"]), @"zerorun: --val takes 1% of 8 samples, which leaves none to validate with; give a different percentage, or files");
     insta::assert_snapshot!(with(&["--full", "--qlora"]), @r"
     zerorun: the argument '--full' cannot be used with '--qlora'

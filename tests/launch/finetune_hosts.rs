@@ -49,8 +49,8 @@ fn first_host(hosts: &Hosts) -> Command {
     command
 }
 
-/// Writes a configuration for stage 3 that divides the parameters among groups of `shards` ranks, or among all ranks.
-/// Returns its path.
+/// Writes a configuration for stage 3 that divides the parameters among the ranks of each group of `shards` ranks, or
+/// among all ranks. Returns its path.
 fn stage_3(folder: &Path, shards: Option<usize>) -> String {
     let file = folder.join(format!("zero3-{shards:?}.json"));
     let mut zero = json!({"stage": 3});

@@ -336,8 +336,8 @@ fn mpirun_starts_the_ranks_of_a_hostfile_if_it_is_asked_to() {
     with_each(test, |mpi| {
         let name = launcher(mpi);
         assert_eq!(train(start(mpi, name), &train_gpt, 3, folder.path(), name), expected, "{mpi:?}");
-        // This program checks an environment variable on the other host, the working directory, and the exit code of a
-        // rank.
+        // With this program, an environment variable on the other host, the working directory, an argument and the exit
+        // code of a rank are checked.
         let script = program(folder.path(), "rank", "echo \"$(hostname) $PWD $CANDLE_ZERO_X $1\"; sleep 2; exit 7");
         let mut command = start(mpi, name);
         command

@@ -200,8 +200,8 @@ fn auto_stands_for_the_steps_and_the_width_of_the_run() {
     });
     std::fs::write(folder.path("ds_config.json"), config.to_string()).unwrap();
     let run = folder.run(1, &["--steps", "6"]);
-    // From 0, the learning rate rises to that of the optimizer section within two steps, and then falls by a quarter of
-    // it in each of the remaining steps.
+    // The learning rate is 0 in the first two steps, rises to that of the optimizer section within two more, and then
+    // falls by a quarter of it in each of the remaining steps.
     let rates: Vec<f64> = run.steps.iter().map(|step| step["lr"].as_f64().unwrap()).collect();
     assert_eq!(rates, [0.0, 0.0, 0.125, 0.25, 0.1875, 0.125]);
     let messages = stderr(&run.output);

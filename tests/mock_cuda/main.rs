@@ -1,5 +1,5 @@
-//! The mock of CUDA (tools/mock_cuda) finds faults that a GPU tolerates: each test plants a fault in a child process,
-//! and also runs the same program without the fault. On a machine with a real driver, or without any, the tests are
+//! The mock of CUDA (tools/mock_cuda) finds faults that a GPU tolerates: most tests plant a fault in a child process,
+//! and some also run the same program without the fault. On a machine with a real driver, or without any, the tests are
 //! skipped.
 #![allow(clippy::unwrap_used)]
 

@@ -1,7 +1,7 @@
-//! Attention on a GPU, for every rule that decides which keys a query sees. Values and gradients are compared with the
-//! same function composed of Candle's operations on the GPU, with the formulas in f64 on the CPU and with finite
-//! differences. Any order of blocks and threads must give the same bits. If no GPU answers, each test is skipped; CI
-//! runs the tests on the mock in tools/mock_cuda.
+//! Attention on a GPU, for every rule that decides which keys a query sees: values, compared with the same function
+//! composed of Candle's operations on the GPU; values and gradients, compared with the formulas in f64 on the CPU; and
+//! gradients, compared with finite differences. Any order of blocks and threads must give the same bits. If no GPU
+//! answers, each test is skipped; CI runs the tests on the mock in tools/mock_cuda.
 
 use crate::cuda_layers::{Case, Function, case, check, flat, gpu_for, run, tensor};
 use crate::support::device::{counted_bytes, gpu};

@@ -86,7 +86,7 @@ fn largest(values: &[f64]) -> f64 {
 }
 
 /// Compares every case with the composed function in f64 on the CPU (in every dtype) and on the GPU (only values in
-/// f32), and checks that a second run gives the same bits.
+/// f32), checks that a second run gives the same bits, and compares gradients with finite differences.
 pub(super) fn check(gpu: &Device, cases: Vec<Case>) {
     for case in cases {
         for (dtype, tolerance) in [(DType::F32, 1e-6), (DType::BF16, 2f64.powi(-8)), (DType::F16, 2f64.powi(-11))] {

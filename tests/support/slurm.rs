@@ -45,9 +45,9 @@ impl Slurm {
         controller.args(["-D", "-i"]);
         slurm.spawn(controller);
         for node in [0, 1] {
-            // `ip netns exec` has created a mount namespace, so only this node sees these mounts. Batch scripts name
-            // the first node. MPICH names its files in /dev/shm after the job's number, which every Slurm counts from
-            // 1, and killed ranks leave files behind.
+            // `ip netns exec` has created a mount namespace, so only this node sees these mounts. Batch scripts refer
+            // to the first node by name, so /etc/hosts must contain it. MPICH names its files in /dev/shm after the
+            // job's number, which each new Slurm counts from 1, and killed ranks leave files behind.
             let mounts = "mount --bind \"$0\" /etc/hosts && mount -t tmpfs none /dev/shm && exec slurmd -D";
             let mut daemon = slurm.command(node, LIFE, "sh");
             daemon.args(["-c", mounts]).arg(slurm.file("hosts"));

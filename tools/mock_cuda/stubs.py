@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Prints C functions that print their own name and abort, for functions that a program links to and the mock lacks.
 
-    stubs.py --rust FILE            each function that a Rust file declares in `extern "C" { ... }`
+    stubs.py --rust FILE                     each function that a Rust file declares in `extern "C" { ... }`
     stubs.py --rust FILE --without LIBRARY   those that the shared library does not define
 """
 import argparse

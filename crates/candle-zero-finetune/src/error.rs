@@ -189,8 +189,8 @@ pub enum FinetuneError {
     /// Chat data for a model without a chat template.
     #[error(
         "{} has no chat template, neither in tokenizer_config.json nor as chat_template.jinja, but chat data needs \
-         one; copy the file from an instruction-tuned model with the same special tokens, or use prompt/completion \
-         data",
+         one; copy chat_template.jinja from an instruction-tuned model with the same special tokens, or use \
+         prompt/completion data",
         folder.display()
     )]
     NoTemplate {
@@ -282,7 +282,8 @@ pub enum FinetuneError {
     },
     /// A data file of an unknown format.
     #[error(
-        "{} has no known extension (.jsonl, .ndjson, .json, .csv, .tsv, .parquet, .txt or .md); rename or convert it",
+        "{} has no known extension (.jsonl, .ndjson, .json, .csv, .tsv, .parquet, .txt, .text or .md); rename or \
+         convert it",
         path.display()
     )]
     UnknownFormat {

@@ -73,8 +73,8 @@ struct ZerorunArguments {
     #[arg(long, value_name = "FEATURES")]
     features: Option<String>,
 
-    /// MASTER_PORT of the ranks [default: a free port]; on several hosts, the port where their launchers connect
-    /// [default: 29500]
+    /// MASTER_PORT of the ranks [default: a free port]; on several hosts, the port where the hosts' launchers connect
+    /// [default: 29500] [also: $PET_MASTER_PORT]
     #[arg(long = "master_port", alias = "master-port", value_name = "PORT",
           value_parser = clap::value_parser!(u16).range(1..))]
     master_port: Option<u16>,

@@ -64,8 +64,8 @@ pub(crate) struct HostFlags {
     #[arg(long = "node_rank", alias = "node-rank", value_name = "R", help_heading = HOSTS)]
     pub(crate) node_rank: Option<usize>,
 
-    /// Address of host 0 [default: the first name in the hostfile; with --nnodes also: $PET_RDZV_ENDPOINT,
-    /// $PET_MASTER_ADDR]
+    /// Address of host 0 [default: the first name in the hostfile; with --nnodes: $PET_RDZV_ENDPOINT, $PET_MASTER_ADDR
+    /// or $MASTER_ADDR]
     #[arg(long = "master_addr", alias = "master-addr", value_name = "ADDRESS", help_heading = HOSTS)]
     pub(crate) master_addr: Option<String>,
 

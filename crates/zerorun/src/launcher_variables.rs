@@ -91,7 +91,7 @@ impl LauncherVariables<'_> {
     /// and is returned as `None`.
     ///
     /// # Errors
-    /// Fails if the port is invalid.
+    /// Fails if the host is empty or the port is invalid.
     pub(super) fn endpoint(&self) -> Result<Option<(String, Option<u16>)>> {
         const NAME: &str = "PET_RDZV_ENDPOINT";
         let Some(value) = self.get(NAME) else { return Ok(None) };
@@ -108,7 +108,7 @@ impl LauncherVariables<'_> {
         }
     }
 
-    /// Returns the first host's port, as given by torchrun's variables.
+    /// Parses `PET_MASTER_PORT`.
     ///
     /// # Errors
     /// Fails if the value is not a port.
@@ -124,7 +124,8 @@ impl LauncherVariables<'_> {
     /// Parses `PET_NPROC_PER_NODE`.
     ///
     /// # Errors
-    /// Fails if the value is neither a number nor one of torchrun's keywords, or if it is `gpu` and there is no GPU.
+    /// Fails if the value is neither a number from 1 to 1024 nor one of torchrun's keywords, or if it is `gpu` and
+    /// there is no GPU.
     pub(super) fn ranks(&self) -> Result<Option<u16>> {
         let Some(text) = self.get("PET_NPROC_PER_NODE") else { return Ok(None) };
         let refused = |why| HostsError::BadRanks { text: text.clone(), why }.into();

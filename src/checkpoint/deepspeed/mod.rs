@@ -145,12 +145,13 @@ impl DeepSpeedCheckpoint {
         &self.parameters
     }
 
-    /// Returns the model's buffers that PyTorch keeps in its state (`buffer_names`), with the first rank's values.
+    /// Returns the buffers in the model's `state_dict` (`buffer_names`), with the first rank's values.
     pub fn buffers(&self) -> &[DeepSpeedBuffer] {
         &self.buffers
     }
 
-    /// Returns the reasons why some buffers cannot be read, with their names: complex numbers, or non-contiguous views.
+    /// Returns the reasons why some buffers cannot be read, with their names: for example, complex numbers or
+    /// non-contiguous views.
     pub fn unread_buffers(&self) -> &[String] {
         &self.model.unread_buffers
     }

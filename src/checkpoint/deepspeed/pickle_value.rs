@@ -149,7 +149,8 @@ impl<'a> PickleValue<'a> {
         }
     }
 
-    /// Returns the tuple that describes a storage: the word `storage`, its class, key, device and number of elements.
+    /// Returns the tuple that describes a storage: the word `storage`, and the storage's class, key, device and number
+    /// of elements.
     pub fn storage(&self) -> Option<Self> {
         match self.node() {
             PickleNode::Persistent(id) => Some(Self { id: *id, ..self.clone() }),
@@ -202,8 +203,9 @@ impl<'a> PickleValue<'a> {
 
     // ---- JSON ----------------------------------------------------------------------------------
 
-    /// Returns the value in JSON. Tuples become lists; numbers that are not finite, and values that JSON cannot
-    /// express, become null. Dictionary entries whose keys are neither strings nor integers are left out.
+    /// Returns the value in JSON. Tuples become lists, and classes and functions become their names; numbers that are
+    /// not finite, and other values that JSON cannot express, become null. Dictionary entries whose keys are neither
+    /// strings nor integers are left out.
     pub fn json(&self) -> Result<Json, PickleProblem> {
         let mut budget = MAX_JSON_VALUES;
         self.json_within(&mut budget, MAX_JSON_DEPTH).ok_or_else(|| format!("{} is too large or too deep", self.path))

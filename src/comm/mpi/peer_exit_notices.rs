@@ -142,8 +142,8 @@ impl PeerExitNotices {
         lock(&self.state).left_ranks.contains(&rank)
     }
 
-    /// Returns whether all ranks of other hosts have sent their notices, and whether this rank's notice, if there is
-    /// one, has been sent to them.
+    /// Returns whether all ranks of other hosts have sent their notices and this rank's notice, if there is one, has
+    /// been sent to them.
     ///
     /// # Errors
     /// Fails if MPI fails.

@@ -53,7 +53,7 @@ pub(super) struct PieceSlots {
     channel: usize,
     /// The ranks of the group, in ascending order, as the region counts them.
     members: Vec<usize>,
-    /// This rank's position among them.
+    /// This rank's position among `members`.
     rank: usize,
     /// The number of pieces published so far, modulo 2^32. The last of them is the current one.
     published: u32,

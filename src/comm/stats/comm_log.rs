@@ -15,7 +15,7 @@ const KEPT_CALLS: usize = 4096;
 /// The fraction of calls that averages leave out at each end: this share of the fastest and of the slowest.
 const TRIMMED_FRACTION: f64 = 0.1;
 
-/// The log of one rank's collectives, filled by its comm thread.
+/// The log of one rank's collectives, filled by the threads that run them.
 #[derive(Debug)]
 pub struct CommLog {
     rank: usize,

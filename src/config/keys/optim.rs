@@ -220,7 +220,7 @@ const ONE_CYCLE: &[super::ConfigKey] = keys! {
     "cycle_first_stair_count": COUNT, "0", H, "Number of stairs in the rising half of the cycle; 0: a smooth rise.";
     "cycle_second_stair_count": COUNT, "null", H, "Number of stairs in the falling half; null: as many as in the rising half.";
     "decay_step_size": NOT_NEGATIVE, "0.0", H, "Number of steps per unit of decay; 0: no decay.";
-    "cycle_momentum": Bool, "true", H, "beta1 falls while the learning rate rises, and rises while the learning rate falls; beta2 is 0.99. SGD keeps its momentum.";
+    "cycle_momentum": Bool, "true", H, "beta1 falls while the learning rate rises, and rises while the learning rate falls; beta2 is 0.99. An optimizer without betas, such as SGD, keeps its momentum.";
     "cycle_min_mom": SHARE, "0.8", H, "beta1 at the peak of the cycle and, as in DeepSpeed, in the first step; below 1.";
     "cycle_max_mom": SHARE, "0.9", H, "beta1 at both ends of the cycle, except in the first step; below 1.";
     "decay_mom_rate": FLOAT, "0.0", H, "After the cycle, beta1 is cycle_max_mom x (1 + decay_mom_rate x k), with k as for decay_lr_rate. If it reaches 1, training stops with an error.";

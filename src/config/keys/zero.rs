@@ -59,7 +59,7 @@ const ZERO: &[super::ConfigKey] = keys! {
     "save_muon_momentum_buffer_in_memory": Bool, "false", none("offload_optimizer determines the location of all optimizer states, including the momentum"), "Placement of Muon's momentum.";
     "legacy_stage1": Bool, "false", refuse("DeepSpeed refuses it too"), "Old stage 1.";
     "mics_shard_size": INT, "-1", H, "Stage 3: everything is sharded within each group of this many neighbouring ranks, and every group has a complete copy; gathers stay within a group, and sums of gradients are sent to the other groups once (MiCS; supported by DeepSpeed up to 0.19.6; same bits in f32, bf16 and fp16). It must equal the number of ranks, or divide both that number and, on several hosts, the number of ranks on each host. 0 or less: across all ranks.";
-    "mics_hierarchical_params_gather": Bool, "false", none("a group of mics_shard_size ranks is on one host; results are the same"), "Gather within a host first (supported by DeepSpeed up to 0.19.6).";
+    "mics_hierarchical_params_gather": Bool, "false", none("a group of mics_shard_size ranks is on one host or contains all ranks; results are the same"), "Gather within a host first (supported by DeepSpeed up to 0.19.6).";
     "zeropp_loco_param": Any, "-", removed(REMOVED_KEY), "Error feedback for quantized gradients.";
 };
 

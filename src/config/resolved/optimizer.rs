@@ -116,7 +116,7 @@ pub struct LambConfig {
 /// The parameters of Muon.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MuonConfig {
-    /// `muon_lr`, the learning rate of matrices. Default `lr`, else 0.02.
+    /// `muon_lr`, the learning rate of matrices. Default: `lr`, or 0.02 if `lr` is not set.
     pub lr: f64,
     /// The momentum. Default 0.95.
     pub momentum: f64,
@@ -124,8 +124,9 @@ pub struct MuonConfig {
     pub weight_decay: f64,
     /// The orthogonalization method. Default gram.
     pub ns_method: NsMethod,
-    /// The optimizer of all other parameters, including embeddings and the output projection. Its `lr` is `adam_lr`:
-    /// default `lr`, else 3e-4. Its default `betas` are 0.9, 0.95, and its default `eps` is 1e-10.
+    /// The optimizer of all other parameters, including embeddings and the output projection. Its `lr` is `adam_lr`
+    /// (default: the common `lr`, or 3e-4 if that is not set). Its default `betas` are 0.9, 0.95, and its default `eps`
+    /// is 1e-10.
     pub adam: AdamConfig,
 }
 

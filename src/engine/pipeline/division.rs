@@ -51,9 +51,10 @@ impl PipelineDivision {
     /// layers, if there are any.
     ///
     /// # Errors
-    /// Numbers of ranks, chunks and layers that are incompatible; a layer that cannot be built; a buffer that two
-    /// layers share; a parameter that two layers share, unless it is the first layer's only parameter and the other
-    /// layer is the last one.
+    /// Numbers of ranks, chunks and layers that are incompatible; a `type:` partition whose expression is invalid or
+    /// matches too few layers; a layer that cannot be built; a model without parameters; a buffer that two layers
+    /// share; a parameter that two layers share, unless it is the first layer's only parameter and the other layer is
+    /// the last one.
     pub fn new<B>(
         module: &PipelineModule<B>,
         config: &PipelineConfig,

@@ -24,8 +24,8 @@ impl PipelineEngine<DecoderBatch> {
     /// full context. Collective along the pipeline, whose ranks pass the same arguments.
     ///
     /// # Errors
-    /// No tokens; a model that was not built by [`decoder_pipeline`](crate::models::decoder_pipeline); a token outside
-    /// the vocabulary; arguments that differ between ranks; a failed collective.
+    /// An empty prompt; a model that was not built by [`decoder_pipeline`](crate::models::decoder_pipeline); a token
+    /// outside the vocabulary; arguments that differ between ranks; a failed collective.
     pub fn generate(&mut self, prompt: &[u32], n: usize, temperature: f64, seed: u64) -> Result<Vec<u32>> {
         self.engine.check_in_step()?;
         // After these checks, all ranks have the same result, and remain in step.

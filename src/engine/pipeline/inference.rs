@@ -13,7 +13,8 @@ impl<B> PipelineEngine<B> {
     /// pipelines, on every rank. Collective.
     ///
     /// # Errors
-    /// The error of `next` or of a layer; a failed collective.
+    /// The error of `next` or of a layer; a loss that does not have exactly one element; a stage's output whose dtype
+    /// or number of dimensions the next stage cannot receive; a failed collective.
     pub fn eval_batch(&mut self, micro_batches: usize, next: impl FnMut(usize) -> Result<B>) -> Result<f64> {
         self.engine.check_in_step()?;
         let sum = self.sum_of_losses(micro_batches, next);
@@ -55,8 +56,8 @@ impl<B> PipelineEngine<B> {
     /// ```
     ///
     /// # Errors
-    /// The error of `next` or of a layer; an output whose dtype or number of dimensions other ranks cannot receive; a
-    /// failed collective.
+    /// The error of `next` or of a layer; a stage's output whose dtype or number of dimensions the next stage or, for
+    /// the last stage, other ranks cannot receive; a failed collective.
     pub fn infer_batch(&mut self, micro_batches: usize, next: impl FnMut(usize) -> Result<B>) -> Result<Vec<Tensor>> {
         self.engine.check_in_step()?;
         let outputs = self.outputs_on_all_ranks(micro_batches, next);
@@ -67,7 +68,7 @@ impl<B> PipelineEngine<B> {
     /// and `None` on the others. The last layer's outputs may have any dtype and any number of dimensions.
     ///
     /// # Errors
-    /// The same as [`infer_batch`](Self::infer_batch), except the error for an output that other ranks cannot receive.
+    /// The same as [`infer_batch`](Self::infer_batch), except the error for the last stage's output.
     pub fn infer_batch_on_last_stage(
         &mut self,
         micro_batches: usize,

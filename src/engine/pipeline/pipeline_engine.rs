@@ -100,7 +100,9 @@ impl EngineBuilder {
     ///
     /// # Errors
     /// The errors of [`initialize`](Self::initialize); numbers of ranks, chunks, layers and micro batches that are
-    /// incompatible; ZeRO stage 2 or 3.
+    /// incompatible; a `pipeline.partition` that differs between ranks, or that the layers do not allow; a buffer that
+    /// layers share; a parameter that layers share, unless it is the first layer's only parameter and the other layer
+    /// is the last one; ZeRO stage 2 or 3.
     pub fn initialize_pipeline<B>(
         mut self,
         module: PipelineModule<B>,
@@ -162,7 +164,9 @@ impl<B> PipelineEngine<B> {
     /// and pipelines, on every rank. Collective.
     ///
     /// # Errors
-    /// The error of `next` or of a layer; the errors of [`Engine::step`].
+    /// The error of `next` or of a layer; a stage's output whose dtype or number of dimensions the next stage cannot
+    /// receive; [`OptimError::NoOptimizer`](crate::error::OptimError::NoOptimizer); [`EngineError::LossShape`];
+    /// [`EngineError::NonFiniteLoss`] in f32; the errors of [`Engine::step`].
     pub fn train_batch(&mut self, next: impl FnMut(usize) -> Result<B>) -> Result<f64> {
         self.train_batch_with_progress(next, &mut |_| ())
     }

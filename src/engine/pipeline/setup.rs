@@ -32,7 +32,8 @@ impl PipelineSetup {
     /// returns the times of the layers, if they are measured.
     ///
     /// # Errors
-    /// A number of stages that does not divide the number of ranks; the errors of [`PipelineDivision::new`].
+    /// A number of stages that does not divide the number of ranks; the error of `measure`; the errors of
+    /// [`PipelineDivision::new`]; a failed collective.
     pub(super) fn new<B>(
         module: &PipelineModule<B>,
         config: &PipelineConfig,

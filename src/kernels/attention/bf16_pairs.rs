@@ -45,7 +45,7 @@ unsafe fn words_along_keys(src: *const f32, dst: *mut f32, s: TileShape) {
     }
 }
 
-/// Converts a tile in place to words along the queries. A last vector without a neighbor is paired with zeros.
+/// Converts a tile in place to words along the queries. A last vector without a neighbour is paired with zeros.
 ///
 /// # Safety
 /// The processor must have the instructions of [`Avx512Bf16`].

@@ -1,6 +1,6 @@
 //! Tiles of scores as words, and their products with causal bounds.
 //!
-//! Working memory is counted in 32-bit words: one f32, or two bf16 numbers that are neighbors in the direction of
+//! Working memory is counted in 32-bit words: one f32, or two bf16 numbers that are neighbours in the direction of
 //! summation. A tile of scores has keys as rows and queries as columns, so that a softmax over the keys for a vector of
 //! queries needs no horizontal operation.
 

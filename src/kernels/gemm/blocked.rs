@@ -374,7 +374,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
     ) {
         let (start, _) = panels.get(panel_range.start);
         // If columns are contiguous, panels are packed one after the other. Otherwise, a few steps of all panels are
-        // packed in turn, so that neighbors in a row are read together.
+        // packed in turn, so that neighbours in a row are read together.
         let steps_per_turn = match self.packed_b {
             ColumnPackingMode::WidePieces => STEPS_OF_WIDE_PIECES,
             _ if self.b.inner_stride == 1 => usize::MAX,

@@ -6,8 +6,8 @@ use crate::kernels::simd::prefetch_at;
 use crate::kernels::vector::{MAX_LANES, SimdVector};
 
 /// The prefetch distance of packing, in steps. If columns are adjacent, it is also the number of steps of a panel that
-/// are packed before the steps of the next panel. Prefetching is needed because the contiguous pieces are too short, or
-/// too numerous, for the processor to predict the reads.
+/// are packed before the steps of the next panel, except in wide pieces. Prefetching is needed because the contiguous
+/// pieces are too short, or too numerous, for the processor to predict the reads.
 pub(super) const PREFETCH_STEPS: usize = 32;
 /// The number of steps of a piece of `b`. It is large enough that sums are rarely loaded and stored, and small enough
 /// that the packed words of a panel stay in the first-level cache.

@@ -1,5 +1,6 @@
-//! Convolution along one axis, pooling, resampling and scattering, composed of those Candle operations that have
-//! correct gradients: two-dimensional convolution, `index_select`, `gather`, `index_add`.
+//! Convolution along one axis, pooling, resampling, scattering and `matmul`, composed of those Candle operations that
+//! have correct gradients: two-dimensional convolution and its transpose, `index_select`, `gather`, `index_add` and
+//! products of contiguous operands.
 
 use super::wide;
 use crate::kernels::pooling::{InterpolationGrid, InterpolationPair, PoolingWindows};

@@ -22,7 +22,7 @@ use std::sync::Arc;
 ///   b [out, experts * r]   B_e = columns e, e + experts, e + 2 experts, ..
 /// ```
 ///
-/// The adapter's part of the result is computed in f32, whatever the dtype of the projection.
+/// In a grouped product, the adapter's part of the result is computed in f32, whatever the dtype of the projection.
 #[derive(Debug, Clone)]
 pub struct ExpertAdapter {
     /// The matrices A, `[experts * r, in]`.

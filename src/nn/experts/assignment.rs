@@ -34,8 +34,8 @@ impl ExpertAssignment {
     /// Sorts `choices`, `k` different experts for each row, by expert. There are `experts` experts.
     ///
     /// # Errors
-    /// A number of choices that is not a multiple of `k` or is above 2^32 - 1, an expert that does not exist, or one
-    /// that a row chooses twice.
+    /// A `k` of 0, a number of choices that is not a multiple of `k` or is above 2^32 - 1, an expert that does not
+    /// exist, or one that a row chooses twice.
     pub fn new(choices: &[u32], k: usize, experts: usize) -> Result<Self> {
         Self::of_range(choices, k, experts, 0..experts)
     }

@@ -28,7 +28,7 @@ use candle_core::{CpuStorage, Result, Tensor, bail};
 /// `mask`, if given, has one element for each row of a layer. Rows with `false` (padding) do not count.
 ///
 /// # Errors
-/// No layer; layers of different sizes; `mask` of a different length; no row that counts.
+/// No layer; layers of different sizes or dtypes; `mask` of a different length; no row that counts.
 pub fn load_balancing_loss(layers: &[Routing], mask: Option<&[bool]>) -> Result<Tensor> {
     loss_over_ranks(layers, mask, &EngineLink::default())
 }
@@ -95,7 +95,7 @@ fn loss_over_ranks(layers: &[Routing], mask: Option<&[bool]>, link: &EngineLink)
     }
     let counted_rows = mask.map_or(rows, |mask| mask.iter().filter(|mask| **mask).count());
     let is_counted = |row: usize| mask.is_none_or(|mask| mask[row]);
-    // The number of rows, and then the number of choices of each expert.
+    // The number of rows that count, and then how often they chose each expert.
     let mut numbers = vec![0f64; 1 + experts];
     numbers[0] = counted_rows as f64;
     for layer in layers {

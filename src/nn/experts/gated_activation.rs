@@ -46,7 +46,7 @@ pub fn gated_activation(x: &Tensor, gate: ExpertActivation, order: GateUpOrder) 
                 }))
             })
         })?;
-        // The product after the activation need not keep its input.
+        // The projection after the activation need not keep its input, because the input can be recomputed.
         if needs_grad {
             register_recompute(&y, move || Tensor::from_vec(forward(&x_for_recompute)?, &recompute_shape[..], &Device::Cpu));
         }

@@ -20,8 +20,8 @@ use std::sync::Arc;
 /// the router's choice; the weight is applied after `down` and its bias. The memory of the activations is proportional
 /// to the number of choices, not to the number of experts.
 ///
-/// If every expert is a unit ([`with_units`](Self::with_units)), only the experts that at least one row chose are
-/// gathered, a few at a time.
+/// If every expert is a unit ([`with_units`](Self::with_units)), only the experts that at least one row on any rank
+/// chose are gathered, a few at a time.
 #[derive(Debug, Clone)]
 pub struct ExpertMlp {
     gate_up: ExpertProjection,
@@ -93,7 +93,8 @@ impl ExpertMlp {
     /// Applies the MLP to `x` `[.., width]`, for whose rows a router has chosen experts.
     ///
     /// # Errors
-    /// An input or choices that do not match; failures to gather the experts.
+    /// An input or choices that do not match; with expert parallelism, an input or experts that are not on the CPU or
+    /// have different dtypes; failures to gather the experts or to exchange rows.
     pub fn forward(&self, x: &Tensor, routing: &Routing) -> Result<Tensor> {
         let assignment = routing.assignment();
         if assignment.experts() != self.experts() {

@@ -38,7 +38,8 @@ impl ExpertProjection {
     /// biases as weights, or none.
     ///
     /// # Errors
-    /// Weights or biases whose shapes, numbers of experts or dtypes do not match.
+    /// No weight; a number of biases that is neither 0 nor that of the weights; weights or biases whose shapes, numbers
+    /// of experts or dtypes do not match.
     pub fn new(weights: Vec<ExpertTensors>, biases: Vec<ExpertTensors>, layout: WeightLayout) -> Result<Self> {
         let mut sizes = ProjectionSizes { experts: 0, inputs: 0, columns: Vec::new() };
         for weight in &weights {

@@ -56,7 +56,7 @@ impl ExpertSlots {
 }
 
 impl RecordedProjection {
-    /// Adds the parameters (weights, biases and those of the adapter) to an operation's inputs.
+    /// Adds the parameters (weights, biases and the adapter's matrices) to an operation's inputs.
     pub fn new<const N: usize>(
         sizes: &ProjectionSizes,
         layout: WeightLayout,
@@ -81,14 +81,15 @@ impl RecordedProjection {
         Ok(Self { sizes: sizes.clone(), layout, weights, biases, adapter, weight_sinks, bias_sinks })
     }
 
-    /// Returns the adapter's matrices B in the order of their use, or an empty list if there is no adapter.
+    /// Returns the adapter's matrices B in the order of [`AdapterSizes::sort_by_expert`], or an empty list if there is
+    /// no adapter.
     pub fn sorted_adapter(&self) -> Result<Vec<f32>> {
         let Some(RecordedAdapter { matrices, .. }) = &self.adapter else { return Ok(Vec::new()) };
         with_f32_values(&matrices.b, |b| Ok(AdapterSizes::sort_by_expert(matrices, &self.sizes, b)))
     }
 
     /// Computes the results `y` of the rows `x`. `sorted` is from [`sorted_adapter`](Self::sorted_adapter). Returns the
-    /// thin products of the adapter.
+    /// low-rank products of the adapter.
     pub fn forward<E: TensorElement>(
         &self,
         x: &[E],
@@ -126,7 +127,7 @@ pub(super) struct ProjectionBackward {
     projection: RecordedProjection,
     rows: GroupedGemm,
     x: SavedTensor,
-    /// The thin products of the adapter.
+    /// The low-rank products of the adapter.
     h: Vec<f32>,
 }
 
@@ -137,12 +138,12 @@ pub(super) struct ProjectionBackwardPass<'a> {
     sorted: Vec<f32>,
     /// The gradients of the matrices B, if they are wanted.
     sorted_grads: Option<Vec<f32>>,
-    /// The gradients of the thin products of the parts so far.
+    /// The gradients of the low-rank products of the parts so far.
     dh: Vec<f32>,
 }
 
 impl ProjectionBackward {
-    /// Keeps a projection, its input and the thin products of the adapter after a forward pass.
+    /// Keeps a projection, its input and the low-rank products of the adapter after a forward pass.
     pub fn new(projection: RecordedProjection, assignment: Arc<ExpertAssignment>, x: SavedTensor, h: Vec<f32>) -> Self {
         let rows = projection.grouped_gemm(&assignment);
         Self { projection, rows, x, h }

@@ -208,7 +208,7 @@ fn row_weights(order: RouterOrder, row: &mut [f32], chosen: &[u32], weights: &mu
     }
 }
 
-/// Computes the gradient of a row of logits and writes it to `slopes`, which must contain zeros. `probabilities` are the
+/// Computes the gradient of a row of logits and writes it to `slopes`, which must contain zeros. `probabilities` is the
 /// row after [`row_weights`], `weights` the result before it was rounded, and `grads` the gradient of the result.
 fn row_gradient(
     order: RouterOrder,

@@ -23,7 +23,8 @@ use std::sync::Arc;
 
 const NAME: &str = "experts";
 
-/// The maximum number of experts of a layer: f32 represents every integer up to it exactly.
+/// The maximum number of experts of a layer: their numbers are sent as f32, which represents every integer up to this
+/// one exactly.
 const MAX_EXPERTS: usize = 1 << 24;
 
 /// The routes of one forward pass, and of its backward pass.

@@ -139,7 +139,7 @@ impl GpuLossHead {
         sign: f32,
         scale: &LossGradientScale<'_>,
     ) -> Result<LossAndGradients> {
-        // If the weight is absent, this call returns an error with its name.
+        // If the weight is absent, this call returns an error that names the weight.
         with_each([weight], op, |_| Ok(()))?;
         let weight = weight.detach();
         let to_classes = if self.layout == WeightLayout::OutIn { weight.t()? } else { weight.clone() };

@@ -65,8 +65,8 @@ fn rows_of(x: &Tensor, rows: usize, width: usize) -> Result<Tensor> {
     x.detach().reshape((rows, width))
 }
 
-/// Returns the weight as a matrix `[in, out]`, outside any graph. If the weight is absent, returns an error with its
-/// name.
+/// Returns the weight as a matrix `[in, out]`, outside any graph. If the weight is absent, returns an error that names
+/// the weight.
 fn matrix(weight: &Tensor, layout: WeightLayout) -> Result<Tensor> {
     with_each([weight], NAME, |_| Ok(()))?;
     match layout {

@@ -195,7 +195,7 @@ proptest! {
             let scale = block.iter().fold(0f32, |m, x| m.max(x.abs()));
             for (i, x) in block.iter().enumerate() {
                 let nearest = nf4::LEVELS.iter().fold(f32::MAX, |m, l| m.min((l * scale - x).abs()));
-                // A scale in bf16 has an error of at most 1/256.
+                // A scale in bf16 has a relative error of at most 1/256.
                 prop_assert!((decoded.as_ref().get(start + i) - x).abs() <= nearest + scale / 250.0);
             }
         }

@@ -166,7 +166,7 @@ impl<M> Unit<M> {
 
     /// Runs something other than the module's forward pass, with its parameters in memory: a computation that a module
     /// performs only in evaluation, such as computing one more token of a text from the values kept for earlier tokens.
-    /// The result has no graph. All ranks must run it, as they must run a forward pass.
+    /// The result has no graph. All ranks must call this method, as they must run a forward pass.
     ///
     /// # Errors
     /// Errors of `run`, and failures to gather the parameters.

@@ -18,7 +18,7 @@ impl RankCore {
     ///
     /// # Errors
     /// [`EngineError::NoGradient`] if no rank has a gradient of a parameter that a backward pass must reach, unless
-    /// unused parameters are ignored.
+    /// unused parameters are ignored; a failed collective.
     pub(in crate::zero) fn check_unused(&self) -> Result<()> {
         let Some(seen) = lock(&self.gradients).take_seen() else { return Ok(()) };
         let seen = self.comm.gather_bytes(seen.into_iter().map(u8::from).collect()).wait()?;

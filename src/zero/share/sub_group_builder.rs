@@ -260,7 +260,7 @@ impl<R: ShareStorage, C: StateFileBuilder<R>> SubGroupBuilder<R, C> {
     /// error.
     ///
     /// # Errors
-    /// Fails if a file operation fails.
+    /// Fails if a file operation fails, or if a GPU does not have enough memory.
     pub fn finish(&mut self, params: &[Param]) -> Result<Vec<SubGroup<R>>> {
         self.close();
         let mut groups = std::mem::take(&mut self.done);

@@ -5,7 +5,7 @@
 //!                                           (states in files: window by window)
 //!
 //!   LAMB and LARS, between vote and update: a sweep that changes nothing, and each parameter's norms over all ranks
-//!   Muon, after the update of all others: whole matrices, each on one rank (`whole_param_step.rs`)
+//!   Muon, after the elementwise updates: whole matrices, each on one rank (`whole_param_step.rs`)
 //!   Adafactor, likewise: sums over rows and columns, then norms, then the update (`factored_step.rs`)
 //! ```
 

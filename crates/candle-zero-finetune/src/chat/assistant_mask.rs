@@ -8,7 +8,7 @@
 //!
 //! - An answer begins after the first answer header that follows the previous message. The template itself defines
 //!   this header: it is the text that `add_generation_prompt` adds, or the text between a question and its
-//!   answer in a probe.
+//!   answer in a probe, which is a short conversation rendered in advance.
 //! - An answer ends with the first special token after its content, preferably the one that ends the probe's answer. If
 //!   the template ends answers with ordinary text instead, an answer ends with that text.
 //!
@@ -413,7 +413,8 @@ pub(crate) fn texts(message: &Value, is_assistant: bool) -> Vec<(String, String)
 }
 
 /// Renders with marks in the messages that have a placement, and returns the positions of the marks. Returns `None` if
-/// the rendering fails or if its text is otherwise different.
+/// there are too many texts to mark, if the rendering fails, if its text is otherwise different, or if a mark cannot be
+/// assigned to its text.
 fn trace(
     template: &impl ChatRenderer,
     conversation: &Conversation,

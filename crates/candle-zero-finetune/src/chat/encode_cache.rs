@@ -283,7 +283,7 @@ fn replaces_spaces(normalizer: &Value) -> bool {
     normalizer["pattern"]["String"] == " " && normalizer["content"] == "\u{2581}" || all.iter().any(replaces_spaces)
 }
 
-/// The effects of the pre-tokenizers so far on a text.
+/// The effects on a text of the pre-tokenizers applied so far.
 #[derive(Debug, Clone, Copy)]
 struct PreTokenizerEffects {
     /// The character that represents a space.

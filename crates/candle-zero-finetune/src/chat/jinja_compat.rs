@@ -173,7 +173,7 @@ fn float(x: f64) -> String {
 
 /// Returns Python's `str(value)`, or an empty text for a value that exceeds the limits.
 pub(crate) fn python_str(value: &Value) -> String {
-    // Only a value that exceeds the limits is an error.
+    // Only a value that exceeds the limits causes an error.
     checked_str(value).unwrap_or_default()
 }
 

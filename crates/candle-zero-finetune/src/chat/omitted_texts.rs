@@ -150,7 +150,7 @@ fn texts_of<'a>(
     all
 }
 
-/// Returns how much of a text is rendered: all of it if it appears at its place, and otherwise as much as `within`
+/// Returns how much of a text is rendered: all of it if it appears in its place, and otherwise as much as `within`
 /// contains.
 fn extent(text: &str, marked_text: Option<&MarkedText>, traced: &TracedConversation, within: &str) -> RenderedExtent {
     let text = text.trim();

@@ -197,7 +197,7 @@ mod tests {
     use super::*;
     use minijinja::Environment;
 
-    /// Returns an expression's value as Python's `repr` writes it.
+    /// Returns a list of an expression's value as Python's `repr` writes it, or the error.
     fn repr(expression: &str) -> String {
         let mut environment = Environment::new();
         environment.set_unknown_method_callback(unknown_method);

@@ -43,7 +43,7 @@ const TEMPLATE_NAME: &str = "chat_template";
 /// The name of a template for conversations with tools.
 const TOOL_USE: &str = "tool_use";
 
-/// The variable that requests marks around the text of generation markers.
+/// The variable that requests marks around the text that generation markers enclose.
 const MARK_VARIABLE: &str = "__generation_marked__";
 
 /// A chat template.
@@ -419,7 +419,7 @@ fn environment() -> Result<Environment<'static>, minijinja::Error> {
     Ok(environment)
 }
 
-/// Marks the text of a generation marker if marks are requested.
+/// Marks the text that generation markers enclose if marks are requested.
 fn mark_generation(state: &State<'_, '_>, text: &str) -> String {
     match state.lookup(MARK_VARIABLE).is_some_and(|marked| marked.is_true()) {
         true => format!("{}{text}{}", GENERATION_MARKERS[0], GENERATION_MARKERS[1]),

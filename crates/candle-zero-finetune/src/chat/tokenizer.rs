@@ -73,8 +73,8 @@ impl SpecialTokens {
 impl Tokenizer {
     /// Reads the tokenizer at `path`. In a folder, this is tokenizer.json, with tokenizer_config.json and
     /// special_tokens_map.json if they exist; without a tokenizer.json, it is the vocab.txt of a BERT model, or the
-    /// vocab.json and merges.txt of a GPT-2 model. For a GGUF file, and for a folder that contains one but no
-    /// tokenizer, it is the tokenizer in the GGUF file.
+    /// vocab.json and merges.txt of a GPT-2 model. For a GGUF file, and for a folder that contains exactly one
+    /// but no tokenizer, it is the tokenizer in the GGUF file.
     ///
     /// # Errors
     /// [`FinetuneError::NoTokenizer`]; [`Error::Io`](candle_zero::Error::Io); [`FinetuneError::TokenizerFile`];

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
 
-/// The number of lines that are listed for each kind of remark.
+/// The maximum number of lines that are listed for each kind of remark.
 const MAX_LISTED_LINES: usize = 5;
 
 /// The outcome of reading the records of a file.

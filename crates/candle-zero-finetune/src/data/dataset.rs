@@ -59,7 +59,8 @@ impl Dataset {
     ///
     /// # Errors
     /// [`FinetuneError::NoSamples`] for a file without a sample; [`FinetuneError::Record`] for a record that
-    /// cannot be used, if the options are strict; errors of files and formats.
+    /// cannot be used, if the options are strict; errors of [`labels_of`] for classification without given labels;
+    /// errors of files and formats.
     ///
     /// # Panics
     ///

@@ -66,7 +66,7 @@ pub(super) enum TrainingExample {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RecordParser<'a> {
     pub columns: &'a ColumnMapping,
-    /// Whether there is a chat template. Instructions then become messages.
+    /// Whether there is a chat template. If there is, instructions become messages.
     pub has_template: bool,
     /// Whether the model is trained to predict labels.
     pub has_labels: bool,
@@ -250,7 +250,7 @@ impl RecordParser<'_> {
                 return pair(messages.map(|messages| messages.map(|_| TrainingExample::Text(String::new()))));
             };
             let common = chosen.list.iter().zip(&rejected.list).take_while(|(a, b)| a == b).count();
-            // If one conversation is a prefix of the other, its last message is the answer.
+            // If one conversation is a prefix of the other, the answers begin with the last message of the shorter one.
             let common = common.min(chosen.list.len().min(rejected.list.len()) - 1);
             return pair(messages.map(|messages| chat(messages?, Some(common), fields)));
         }

@@ -432,8 +432,8 @@ impl SampleCacheBuilder<'_> {
         hash.write(
             format!("{bytes} {times} {:x} {template:?} {:?}", self.tokenizer.fingerprint(), self.options).as_bytes(),
         );
-        // A file that is too large to be read completely is identified by its modification time, its beginning and its
-        // end.
+        // A file that is too large to be read completely is identified by its size, its modification time, its
+        // beginning and its end.
         let mut piece = vec![0; 1 << 20];
         for start in [0, bytes.saturating_sub(MAX_FINGERPRINTED_BYTES / 2)] {
             file.seek(SeekFrom::Start(start)).map_err(io)?;

@@ -18,7 +18,7 @@ pub(super) struct GgufArchitecture {
     pub pairs: RotaryPairs,
     pub windows: WindowRule,
     pub positions: PositionRule,
-    /// The kinds of rotary scaling that need a tensor with a divisor for each frequency.
+    /// The supported kinds of rotary scaling among those that need a tensor with a divisor for each frequency.
     pub factors: RopeFactorSupport,
     pub scales: MultiplierRule,
     pub tying: Tying,

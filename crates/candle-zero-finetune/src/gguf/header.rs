@@ -1,6 +1,6 @@
 //! Reads the header of a GGUF file: its metadata, and the names, shapes, formats and positions of its tensors.
 //!
-//! Every count and every length is compared with the number of remaining bytes. Only then is memory allocated for it.
+//! Every count and every length is compared with the number of remaining bytes. Only then is memory allocated.
 
 use super::tensor_types::TensorFormat;
 use candle_core::quantized::gguf_file::Value;

@@ -6,7 +6,8 @@ use candle_zero::nn::RotaryPairs;
 /// The mapping of a parameter to the tensors of a GGUF file that contain it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct GgufTensorMapping {
-    /// The names of the tensors that contain the parameter: one, or two for the experts' gate and up projections.
+    /// The names of the tensors that contain the parameter: one, or two for a parameter that combines the gate and up
+    /// projections of all experts.
     pub names: Vec<String>,
     pub form: TensorForm,
     /// Whether 1 is added to all elements in the file.

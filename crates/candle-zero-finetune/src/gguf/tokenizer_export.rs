@@ -174,7 +174,8 @@ fn pre_tokenizer_name(pre_tokenizer: &Json) -> std::result::Result<&'static str,
     let unknown = || {
         format!(
             "it splits text with {pre_tokenizer}, which is not one of the supported pre-tokenizers: gpt-2, smollm, \
-             llama-bpe, dbrx, qwen2, gpt-4o, tekken; write a Hugging Face folder and convert it with llama.cpp"
+             llama-bpe, dbrx, qwen2, deepseek-r1-qwen, gpt-4o, tekken; write a Hugging Face folder and convert it with \
+             llama.cpp"
         )
     };
     match preceding {

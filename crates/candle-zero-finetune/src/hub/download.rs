@@ -39,7 +39,7 @@ impl FileDownload<'_> {
                 return Ok(());
             }
             fs::remove_file(&part).map_err(wrong)?;
-            self.report_problem("its checksum is wrong; fetching the file again");
+            self.report_problem("its checksum is wrong; discarding the download");
         }
         Err(HubError::Damaged { repository: self.repository.to_string(), file: self.file.into() }.into())
     }

@@ -38,8 +38,9 @@ impl Repository {
     /// If several processes need the same repository, one fetches it and the others wait.
     ///
     /// # Errors
-    /// A repository or revision that does not exist or may not be read; a repository without a model in safetensors; a
-    /// Hub that cannot be reached; a download that stalls or is cut off; a full disk. The received part of a file is
+    /// An environment variable whose value cannot be used; a repository or revision that does not exist or may not be
+    /// read; a repository without a model in safetensors; a Hub that cannot be reached; a download that stalls or is
+    /// cut off; a full disk; with `HF_HUB_OFFLINE`, a file that is not in the cache. The received part of a file is
     /// kept, and the next call resumes after it.
     pub fn fetch(&self, parts: FileSelection, tell: &mut dyn FnMut(FetchProgress<'_>)) -> Result<PathBuf> {
         let settings = HubSettings::from_env()?;

@@ -15,7 +15,7 @@ pub struct Repository {
 pub enum FileSelection {
     /// The description, the tokenizer's files and the weights.
     All,
-    /// All files except the weights.
+    /// The files of [`All`](Self::All) except the weights.
     WithoutWeights,
 }
 

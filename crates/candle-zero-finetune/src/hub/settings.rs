@@ -34,7 +34,7 @@ impl HubSettings {
         let cache = get("HF_HUB_CACHE").map(PathBuf::from);
         let cache = cache.or_else(|| Some(hugging_face.as_ref()?.join("hub"))).ok_or(HubError::NoCache)?;
         let token_file = get("HF_TOKEN_PATH").map(PathBuf::from).or_else(|| Some(hugging_face?.join("token")));
-        // The file is optional. If it cannot be read, the request that lacks the token fails with a message.
+        // The file is optional. If it cannot be read, a request that needs the token fails with a message.
         let in_file = |path: PathBuf| {
             let token = candle_zero::files::read_text(&path, MAX_TOKEN_BYTES).ok()?;
             Some((format!("the token in {}", path.display()), token))

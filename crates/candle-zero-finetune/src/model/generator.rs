@@ -104,7 +104,7 @@ impl<'a> Generator<'a> {
     ///
     /// # Errors
     /// A tokenizer with more ids than the embedding has rows ([`BaseModel::check_tokens`]); a `generation_config.json`
-    /// that is not a JSON object.
+    /// that cannot be read or is not a JSON object.
     pub fn new(base: &'a BaseModel, tokenizer: &'a Tokenizer, template: Option<&'a Template>) -> Result<Self> {
         base.check_tokens(tokenizer.vocab_size())?;
         let settings = object(&base.folder().join("generation_config.json"))?;
@@ -175,7 +175,7 @@ impl<'a> Generator<'a> {
     ///
     /// # Errors
     /// An empty prompt; invalid parameters ([`Sampling::check`]); a logit that is NaN or positive infinity; errors of
-    /// `extend`.
+    /// `extend`; [`FinetuneError::Decode`].
     pub fn answer(
         &self,
         prompt: &[u32],

@@ -158,7 +158,8 @@ impl Adapter {
     /// Reads a folder that PEFT or [`Adapter::write`] has written.
     ///
     /// # Errors
-    /// A file that is missing, damaged or too large; a different kind of adapter; unsupported settings.
+    /// A file that is missing, damaged or too large; a different kind of adapter; unsupported settings; values that are
+    /// not finite.
     pub fn read(folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
         let io = |path: &Path| {

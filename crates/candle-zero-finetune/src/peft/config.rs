@@ -11,8 +11,8 @@ pub(super) struct PeftConfig {
     pub lora: LoraConfig,
     /// The name of the base.
     pub base: Option<String>,
-    /// Whether `target_modules` is a regular expression, as unsloth writes it. The tensor file then determines the
-    /// modules.
+    /// Whether `target_modules` is a regular expression, as unsloth writes it. If it is, the tensor file determines
+    /// the modules.
     pub is_pattern: bool,
     /// The modules of a classifier that are saved completely (`modules_to_save` with the task type SEQ_CLS), or `None`
     /// for the adapter of a language model.
@@ -189,7 +189,7 @@ impl PeftConfig {
             "use_dora": dora,
             "use_rslora": rslora,
         });
-        // Versions of PEFT before 0.17 do not have the key.
+        // Versions of PEFT before 0.17 do not have the key `target_parameters`.
         let config = match (config, target_parameters.is_empty()) {
             (Value::Object(mut config), false) => {
                 config.insert("target_parameters".into(), json!(target_parameters));

@@ -67,7 +67,8 @@ fn agree<T>(engine: &TrainingEngine, to: &Path, result: Result<T>) -> Result<Res
     })
 }
 
-/// Writes the files from rank 0 into the empty folder `into`. The inner error is a failed write. Collective.
+/// Writes the files from rank 0 into the empty folder `into`. The inner error is a failed write, or a trained
+/// weight that is not finite. Collective.
 fn fill(engine: &mut TrainingEngine, prepared: &PreparedRun, into: &Path) -> Result<Result<()>> {
     let is_first = engine.rank() == 0;
     let (base, config) = match &prepared.start {

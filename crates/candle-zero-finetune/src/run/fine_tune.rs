@@ -106,8 +106,9 @@ impl FineTune {
     /// # Errors
     /// A configuration that cannot be used; weights that cannot be read; a checkpoint of another run or with more steps
     /// ([`FinetuneError::OtherRun`](crate::error::FinetuneError::OtherRun),
-    /// [`FinetuneError::CheckpointBeyondEnd`](crate::error::FinetuneError::CheckpointBeyondEnd)); a checkpoint folder
-    /// that is not writable.
+    /// [`FinetuneError::CheckpointBeyondEnd`](crate::error::FinetuneError::CheckpointBeyondEnd)); an output that is not
+    /// writable, that another job writes, or that contains files that this run may not replace; a disk without room for
+    /// the result.
     pub fn start(prepared: PreparedRun, comm: Arc<dyn Communicator>) -> Result<Self> {
         let memory = memory_of_all(&*comm)?;
         let remembered = remembered_batch(&prepared, &*comm)?;

@@ -57,7 +57,7 @@ pub struct MemoryFit {
     pub parameters_in_files: bool,
     /// Whether blocks are recomputed in the backward pass.
     pub recompute: bool,
-    /// Whether each host holds all shards (`mics_shard_size`). Gathers then stay within each host.
+    /// Whether each host holds all shards (`mics_shard_size`). If it does, gathers stay within each host.
     pub within_hosts: bool,
     /// The number of rows in a rank's micro batch.
     pub micro_batch: usize,

@@ -211,8 +211,9 @@ impl PreparedRun {
     ///
     /// # Errors
     /// Invalid options; errors of [`BaseModel::open`] or [`ClassifierBase::open`], [`Adapter::read`],
-    /// [`Tokenizer::open`], [`Template::open`], [`Dataset::prepare`] and [`Dataset::check_skipped`]; an output that is
-    /// not writable, or whose place is occupied by something that this run has not written.
+    /// [`AdapterInitialValues::new`] or [`AdapterInitialValues::of_classifier`], [`Tokenizer::open`],
+    /// [`Template::open`], [`labels_of`], [`Dataset::prepare`] and [`Dataset::check_skipped`]; an output that is not
+    /// writable, or whose place is occupied by something that this run has not written.
     pub fn new(mut options: Options, progress: &mut dyn FnMut(FileReadProgress)) -> Result<Self> {
         options.check()?;
         options.outputs().check()?;

@@ -133,7 +133,7 @@ impl Options {
     /// Refuses result folders with files that the run may not replace.
     ///
     /// # Errors
-    /// [`OutputError::Refused`].
+    /// [`OutputError::Refused`]; [`Error::Io`].
     pub(super) fn check_free(&self, written: &OutputDigests) -> Result<()> {
         self.parts().try_for_each(|(part, folder)| self.output_location(part, &folder, written).map(drop))
     }
@@ -141,7 +141,7 @@ impl Options {
     /// Returns the location of a part's folder if the run may write there, and whether existing files are replaced.
     ///
     /// # Errors
-    /// [`OutputError::Refused`].
+    /// [`OutputError::Refused`]; [`Error::Io`].
     pub(super) fn output_location(
         &self,
         part: ResultKind,

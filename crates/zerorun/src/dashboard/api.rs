@@ -116,7 +116,7 @@ pub(super) fn run(request: &HttpRequest, state: &SharedServerState) -> Result<Va
     let news = tail.read_new().map_err(|error| failed(&error))?;
     let mut info = json!(run.info());
     if let Some(info) = info.as_object_mut() {
-        // Both are contained in `config`, under dotted names.
+        // The settings and the configuration are contained in `config`, under dotted names.
         info.remove("settings");
         info.remove("configuration");
     }

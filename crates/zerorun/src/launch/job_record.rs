@@ -6,8 +6,8 @@
 //!   launcher   then writes `log.txt` and `launch.jsonl` in these folders, starting with what it has collected so far
 //! ```
 //!
-//! Only the launcher on the host of rank 0 receives the folders, so the records contain the output of that host's
-//! ranks.
+//! Only the launcher on the host of rank 0 receives the folders, so the records contain only the output of that
+//! host's ranks.
 
 use super::console::eprint;
 use super::failure_report::{EndedRank, StopRequest};

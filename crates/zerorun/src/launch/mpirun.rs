@@ -24,7 +24,7 @@ const MPIRUN: &str = "mpirun";
 pub(crate) enum MpirunFlavor {
     /// Open MPI.
     OpenMpi,
-    /// MPICH, or another library whose mpirun accepts its arguments.
+    /// MPICH, or another library whose mpirun accepts MPICH's arguments.
     Mpich,
 }
 
@@ -69,7 +69,8 @@ impl MpirunFlavor {
 /// Becomes `mpirun`. Returns only on failure.
 ///
 /// # Errors
-/// Fails if there is no `mpirun` of this kind, the hosts' GPUs differ, or a variable or a word cannot be passed on.
+/// Fails if there is no `mpirun` of this kind, the hosts need different values of `CUDA_VISIBLE_DEVICES`, or a variable
+/// or a word cannot be passed on.
 pub(crate) fn become_mpirun(
     job: &LocalJobSpec,
     mpirun: &MpirunOptions,

@@ -55,8 +55,8 @@ impl PmiServer {
         send: impl Fn(PmiValues) + Send + Sync + 'static,
     ) -> Self {
         let world = ranks.iter().sum();
-        // Each rank appears to MPICH as a separate host: the ranks of one host already share memory through candle-zero,
-        // and MPICH's own shared memory would stay in /dev/shm if ranks were killed.
+        // Each rank appears to MPICH as a separate host: the ranks of one host already share memory through
+        // candle-zero, and MPICH's own shared memory would stay in /dev/shm if ranks were killed.
         let values = BTreeMap::from([("PMI_process_mapping".to_string(), format!("(vector,(0,{world},1))"))]);
         let state = Mutex::new(PmiState { values, ..PmiState::default() });
         Self { kvs_name, world, local: ranks[host_index], state, send: Box::new(send) }

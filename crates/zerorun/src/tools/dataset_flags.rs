@@ -23,7 +23,7 @@ pub(super) struct DatasetFlags {
     pub(super) strict: bool,
 
     /// Meaning of columns: messages, prompt, completion, instruction, input, output, text, label, chosen, rejected,
-    /// system, tools, history, context or weight; ignore=COLUMN leaves one out
+    /// system, tools, history, context or weight; ignore=COLUMN leaves that column out
     #[arg(long, value_name = "NAME=COLUMN,...")]
     pub(super) columns: Option<ColumnMapping>,
 

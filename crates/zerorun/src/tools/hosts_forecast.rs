@@ -30,8 +30,8 @@ pub(super) struct ForecastArguments {
     #[arg(long, value_name = "SECONDS", requires = "spread", conflicts_with = "measured")]
     step: Option<f64>,
 
-    /// Read the step time from this metrics file (train_gpt --metrics) of a run on one host, with as many ranks as for
-    /// --step
+    /// Read the step time from this metrics file (--metrics of train_gpt or zerorun finetune) of a run on one host,
+    /// with as many ranks as for --step
     #[arg(long, value_name = "FILE.jsonl", requires = "spread")]
     measured: Option<PathBuf>,
 }
@@ -51,7 +51,7 @@ impl ForecastArguments {
     /// Returns the measured step, if one is given.
     ///
     /// # Errors
-    /// Fails if the measurement cannot be read.
+    /// Fails if the time in seconds is not a number above 0, or if the metrics cannot be read or used.
     pub(super) fn measured_step(&self) -> Result<Option<MeasuredStep>> {
         Ok(match (&self.measured, self.step) {
             (Some(path), _) => Some(MeasuredStep::metrics(path)?),
@@ -68,7 +68,8 @@ impl ForecastArguments {
     /// Returns the forecast for this number of hosts.
     ///
     /// # Errors
-    /// Fails if the measurement cannot be read.
+    /// Fails as [`measured_step`](Self::measured_step) does, if the ranks cannot be divided evenly among the hosts, or
+    /// if the configuration cannot be estimated.
     pub(super) fn forecast(
         &self,
         hosts: usize,

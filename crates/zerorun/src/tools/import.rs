@@ -15,8 +15,8 @@ use std::process::ExitCode;
 /// checkpoint. No pickle is executed.
 ///
 /// Exit code: 0 if everything is written, 1 if the checkpoint is damaged or a file or standard output cannot be
-/// written, 2 if there is no checkpoint or the command line is wrong. OUT gets no new checkpoint unless all of its
-/// files are written.
+/// written, 2 if there is no checkpoint, OUT cannot be used, or the command line is wrong. OUT gets no new checkpoint
+/// unless all of its files are written.
 #[derive(Debug, Parser)]
 #[command(name = "import", bin_name = "zerorun import")]
 struct ImportArguments {

@@ -36,7 +36,7 @@ impl PipelineReport {
     /// Returns the report on `estimate`. An activation of one micro batch has `elements` elements.
     ///
     /// # Errors
-    /// Fails if the measurement cannot be read.
+    /// Fails as [`ForecastArguments::measured_step`] does.
     pub(super) fn new(
         model: &'static str,
         parameters: usize,

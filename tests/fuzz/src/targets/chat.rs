@@ -154,7 +154,7 @@ pub(super) fn prepare(name: &str, bytes: &[u8], kind: &DataKind) -> bool {
 /// Renders a conversation, which is a JSON list of messages.
 ///
 /// # Panics
-/// Panics if the targets are not in order within the text, or if the text differs from that of a plain rendering.
+/// Panics if the targets are not in order within the text, or if a plain rendering fails or gives a different text.
 fn render(text: &str, kind: &DataKind) -> bool {
     let (Ok(conversation), Some(template)) = (Conversation::from_json(text), kind.template()) else { return false };
     let rendered = template.render(&conversation, false);

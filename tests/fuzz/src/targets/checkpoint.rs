@@ -44,8 +44,8 @@ pub(super) const WORDS: [&str; 23] = [
 /// Reads a checkpoint.
 ///
 /// # Panics
-/// Panics if a manifest changes when it is written and read again, or if `examine` and [`Checkpoint`] disagree about
-/// whether the checkpoint is intact.
+/// Panics if a manifest changes when it is written and read again, if the number of values read does not match the
+/// parameter, or if `examine` and [`Checkpoint`] disagree about whether the checkpoint is intact.
 pub fn run(data: &[u8]) -> bool {
     let (first, rest) = split(data);
     let [manifest, file, _] = originals();

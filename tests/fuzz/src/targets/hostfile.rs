@@ -33,7 +33,8 @@ pub(super) const WORDS: [&str; 16] = [
 /// Reads a text.
 ///
 /// # Panics
-/// Panics if something that was read changes when it is written and read again.
+/// Panics if something that was read changes when it is written and read again, if a selection contains a host or slot
+/// that the hostfile lacks, or if ranks are not numbered in order.
 pub fn run(data: &[u8]) -> bool {
     let (first, rest) = split(data);
     let Ok(text) = std::str::from_utf8(rest) else { return false };

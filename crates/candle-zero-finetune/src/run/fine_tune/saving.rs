@@ -57,8 +57,9 @@ impl FineTune {
     /// Writes the result. Collective.
     ///
     /// # Errors
-    /// A folder that is not writable or not empty; a run in which all steps were skipped; a checkpoint that could not
-    /// be saved or uploaded to an object store, in which case the result is still written to its folder.
+    /// A folder that is not writable, or that contains files that this run may not replace; a run in which all steps
+    /// were skipped; a trained weight that is not finite; a checkpoint that could not be saved or uploaded to an object
+    /// store, in which case the result is still written to its folder.
     pub fn finish(mut self) -> Result<()> {
         let finished = self.write_result();
         finished.inspect_err(|error| self.engine.end_run(RunEnding::Failed, Some(&error.to_string())))
@@ -100,7 +101,7 @@ impl FineTune {
     /// number appended. Training cannot be resumed from this folder. Collective.
     ///
     /// # Errors
-    /// A folder that is not writable.
+    /// A folder that is not writable; a trained weight that is not finite.
     pub fn finish_stopped(mut self) -> Result<PathBuf> {
         let first = self.prepared.options.stopped();
         let numbered = (2..1000u32).map(|number| {

@@ -301,7 +301,7 @@ pub enum HostsError {
         /// The error of the operating system.
         why: String,
     },
-    /// The value for the number of hosts is neither a number nor a range.
+    /// The value for the number of hosts is not a number, a range or `auto`.
     #[error(
         "--nnodes {text} is not a number of hosts; write N, FEWEST:N with 1 <= FEWEST <= N, or auto, for example 2 or \
          1:4"

@@ -1,7 +1,7 @@
 //! Decides whether a host may join the job, and finds the differences between that host and the first host.
 //!
-//! If the script's arguments or a file differ, the message to the host contains that host's own value, but at most a digest
-//! of the first host's value. The first host's own output contains both values.
+//! If the script's arguments or a file differ, the message to the host contains that host's own value, but at most a
+//! digest of the first host's value. The first host's own output contains both values.
 
 use super::checksums;
 use super::handshake::printable;

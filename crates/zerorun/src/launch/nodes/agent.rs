@@ -123,7 +123,8 @@ enum LeaveReason {
 /// Takes part in the job until it is over, and returns the exit code. Must be called on the main thread.
 ///
 /// # Errors
-/// Fails if the first host cannot be reached or refuses this one, or if a rank cannot be started.
+/// Fails if signals cannot be handled, if the first host cannot be reached, has another program on the port or refuses
+/// this host, or if a rank cannot be started.
 pub(super) fn run(mut job: LocalJobSpec, options: &JoinOptions) -> Result<u8> {
     let (sender, events) = signals::listen()?;
     if options.until_stdin_ends {

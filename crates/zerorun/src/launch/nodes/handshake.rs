@@ -3,12 +3,13 @@
 //!
 //! ```text
 //!   first -> host    Challenge: version, a random number for this connection, whether there is a secret
-//!   host  -> first   Answer: version, its own random number, and a proof that it knows the secret
+//!   host  -> first   Answer: version, its name, its own random number, whether it has a secret, and a proof that it
+//!                    knows the secret
 //!   first -> host    Welcome: a proof that it also knows the secret; or Refused
 //! ```
 //!
-//! A proof is a seal (an HMAC) under a key that is derived from the secret and both random numbers. The first host proves
-//! nothing to a host that has not proved itself. If there is a secret, all later messages are sealed.
+//! A proof is a seal (an HMAC) under a key that is derived from the secret and both random numbers. The first host
+//! proves nothing to a host that has not proved itself. If there is a secret, all later messages are sealed.
 
 use super::secret::{JobSecret, KeyPurpose, NONCE_BYTES, nonce, of_hex};
 use super::wire::{LauncherConnection, ReadDeadline, is_another_program};
@@ -35,8 +36,8 @@ enum HandshakeMessage {
 /// The reason why a handshake fails.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum HandshakeError {
-    /// The first host has refused the joining host, or the joining host itself cannot join, for this reason. `host` is the
-    /// joining host's own name.
+    /// The first host has refused the joining host, or the joining host itself cannot join, for this reason. `host` is
+    /// the joining host's own name.
     Refused { host: String, why: String },
     /// The other side is not a launcher.
     NoLauncher,

@@ -58,8 +58,8 @@ pub(crate) struct NodeOptions {
 /// Runs this host's part of the job to its end, and returns the exit code. Must be called on the main thread.
 ///
 /// # Errors
-/// Fails if the secret cannot be used, the port is in use, the address belongs to another host, the first host cannot
-/// be reached or refuses this one, or a rank cannot be started.
+/// Fails if the secret cannot be used, the port is in use, the address is unknown or belongs to another host, the first
+/// host cannot be reached or refuses this one, or a rank cannot be started.
 pub(super) fn run(job: LocalJobSpec, node: &NodeOptions, max_restarts: u32) -> Result<u8> {
     let patience = job.timeout.unwrap_or(DEFAULT_JOIN_TIMEOUT);
     let port = job.master_port.unwrap_or(DEFAULT_PORT);

@@ -40,7 +40,7 @@ impl JobSecret {
     ///
     /// # Errors
     /// Fails with [`HostsError::BadSecret`] if both variables are set, if the file cannot be read, or if the secret is
-    /// not UTF-8 text, is too short or too long, or has several lines.
+    /// not UTF-8 text, is too short or too long, or has several lines or a NUL byte.
     pub(crate) fn of_environment() -> Result<Option<Self>> {
         let variable = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
         match (variable(SECRET), variable(SECRET_FILE)) {
@@ -63,7 +63,7 @@ impl JobSecret {
     /// Creates a secret from a text, ignoring white space around it. `from` is used in error messages.
     ///
     /// # Errors
-    /// Fails with [`HostsError::BadSecret`] if the text is too short or too long, or has several lines.
+    /// Fails with [`HostsError::BadSecret`] if the text is too short or too long, or has several lines or a NUL byte.
     pub(crate) fn of_text(from: &str, text: &str) -> Result<Self> {
         let text = text.trim();
         match text.len() {

@@ -1,8 +1,8 @@
 //! `--hostfile`: starts the launcher on each host in the file, by ssh or, on this host, directly.
 //!
-//! Each launcher gets the same working directory, program and arguments, and the variables that DeepSpeed's rules
-//! select ([`exports`]). The directory and the program must therefore be at the same path on all hosts. The secret is
-//! passed through the launcher's standard input, so that no process list shows it. If the user gives none, a new one is
+//! Each launcher gets the same working directory, program and arguments, and the variables for other hosts
+//! ([`exports`]). The directory and the program must therefore be at the same path on all hosts. The secret is passed
+//! through the launcher's standard input, so that no process list shows it. If the user gives none, a new one is
 //! created.
 
 use super::listen_address::BIND_ADDR;

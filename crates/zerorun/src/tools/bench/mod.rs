@@ -1,4 +1,4 @@
-//! `zerorun bench`: measures the performance of this machine.
+//! `zerorun bench`: measures the performance of this machine, or of the network between hosts.
 
 mod scaling;
 
@@ -19,7 +19,7 @@ use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Measure the performance of this machine.
+/// Measure the performance of this machine, or of the network between hosts.
 #[derive(Debug, Parser)]
 #[command(name = "bench", bin_name = "zerorun bench", disable_help_subcommand = true)]
 struct BenchArguments {

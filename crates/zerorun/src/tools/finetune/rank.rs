@@ -80,7 +80,8 @@ fn train(options: Options, flags: &FinetuneFlags) -> Result<TrainingEnd> {
         let (end, why) = match () {
             () if is_planned_stop(steps) => (TrainingEnd::AsPlanned, "as planned"),
             () if is_by_signal() => (TrainingEnd::Interrupted, "by a signal"),
-            // A job that the user stops on the dashboard does not count as failed, because it would then be restarted.
+            // A job that the user stops on the dashboard does not count as failed, because a failed job would be
+            // restarted.
             () => (TrainingEnd::AsPlanned, "on request"),
         };
         stop(run, flags, first, why)?;

@@ -33,8 +33,8 @@ pub(super) fn state(text: &str) -> std::result::Result<RecordedState, String> {
         .ok_or_else(|| format!("give one of {}", names.join(", ")))
 }
 
-/// Parses an age (`90m`, `12h`, `7d`, `2w`), or a date in UTC with or without a time of day. Returns the time in seconds
-/// since 1970.
+/// Parses an age (`90m`, `12h`, `7d`, `2w`), or a date in UTC with or without a time of day. Returns the time in
+/// seconds since 1970.
 pub(super) fn since(text: &str) -> std::result::Result<f64, String> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());

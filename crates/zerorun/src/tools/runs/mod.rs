@@ -32,7 +32,7 @@ Examples:
 /// A record is a folder, named after the run and the time (UTC) at which the run began, in the folder of runs. RUN is
 /// the name of such a folder, or a prefix that matches only one run. docs/runs.md describes how runs are recorded.
 ///
-/// Exit code: 0 on success; 1 if a record is damaged (the others are still shown) or could not be removed, or if
+/// Exit code: 0 on success; 1 if a record is damaged (the others are still shown) or was not removed, or if
 /// standard output could not be written; 2 if a run or the folder does not exist, or the command line is wrong.
 #[derive(Debug, Parser)]
 #[command(name = "runs", bin_name = "zerorun runs", after_help = EXAMPLES, args_conflicts_with_subcommands = true)]
@@ -48,7 +48,7 @@ struct RunsArguments {
 enum RunsCommand {
     /// List runs: name, state, start, duration, steps, last and best loss and validation loss
     List(ListFlags),
-    /// Show everything about a run except its metrics
+    /// Show everything about a run except its metrics by step
     Show(show::ShowFlags),
     /// Show how the settings and commands of runs differ, and the metrics of the runs side by side
     Compare(compare::CompareFlags),

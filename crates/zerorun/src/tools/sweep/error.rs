@@ -7,12 +7,12 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SweepToolError {
-    /// A key of the sweep's definition is unknown or has a value that is not allowed.
+    /// A key of the sweep's definition is unknown or missing, or its value cannot be used.
     #[error("{origin}: {problem}")]
     Definition {
         /// The sweep file, or the command line.
         origin: String,
-        /// The key, the value found, what is allowed, and the remedy.
+        /// The problem and its remedy.
         problem: String,
     },
     /// The folder holds a sweep with another definition.
@@ -28,7 +28,8 @@ pub enum SweepToolError {
         /// The keys that differ, with their values.
         differences: String,
     },
-    /// The folder contains something other than a sweep.
+    /// The folder has no sweep that can be read, contains something other than a sweep, or is in use by another
+    /// process.
     #[error("{}: {problem}", folder.display())]
     Folder {
         /// The folder.

@@ -71,7 +71,7 @@ impl ProbeFile {
         let probe = Self { path: path.clone(), contents, _file: handle };
         let written = file.write_all(probe.contents.as_bytes()).and_then(|()| file.sync_all());
         written.map_err(|source| io("write", source))?;
-        // If the file system has no locks, no other host sees this lock, and the check of these hosts reports that.
+        // If the file system has no locks, no other host sees this lock, and the checks of the other hosts report that.
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Err(errno) if !files::lacks_locks(errno) => Err(io("lock", errno.into())),
             _ => Ok(probe),

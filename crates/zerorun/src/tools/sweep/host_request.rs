@@ -21,7 +21,7 @@ pub(super) enum HostRequest {
         /// The program of the trials, unless it is `zerorun` itself.
         program: Option<String>,
     },
-    /// Train a part of a trial, until standard input ends.
+    /// Train a part of a trial; the end of standard input stops the training early.
     Train(TrainRequest),
 }
 

@@ -100,8 +100,8 @@ A sweep file:
 /// describes the searchers and schedulers.
 ///
 /// Exit code: 0 if the best configuration is written; 1 if too many trials have failed, none has a result, the metric
-/// is missing, all hosts are lost, or standard output could not be written; 2 if the sweep or the command line is
-/// wrong; 128 + n if signal n has ended the sweep.
+/// is missing, all hosts are lost, or a file or standard output could not be written; 2 if the sweep or the command
+/// line is wrong; 128 + n if signal n has ended the sweep.
 #[derive(Debug, Parser)]
 #[command(name = "sweep", bin_name = "zerorun sweep", after_help = EXAMPLES, args_conflicts_with_subcommands = true,
           override_usage = "zerorun sweep [OPTIONS] [FILE] [-- COMMAND...]\n       zerorun sweep show DIR\n       \

@@ -73,7 +73,8 @@ impl SweepDisplay {
         self.line(&text);
     }
 
-    /// Draws the table if it is due. `hosts` has the hosts of trials, and `reached` returns the step of a running trial.
+    /// Draws the table if it is due. `hosts` has the hosts of trials, and `reached` returns the step of a running
+    /// trial.
     pub(super) fn refresh(
         &mut self,
         sweep: &Sweep,

@@ -158,7 +158,7 @@ impl SweepRunner {
             && let SweepDecision::Train(job) = self.state.sweep.ask()
         {
             if let Some(trial) = self.state.sweep.trial(job.trial) {
-                // A checkpoint to branch from is copied now, before its trial continues.
+                // A checkpoint to branch from is copied now, before the trial that saved it continues.
                 self.starter.prepare(trial)?;
                 self.display.print_start(trial, &job, self.starter.results.steps);
             }

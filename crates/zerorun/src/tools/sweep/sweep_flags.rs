@@ -17,8 +17,8 @@ pub(super) struct SweepFlags {
     #[arg(value_name = "FILE")]
     file: Option<PathBuf>,
 
-    /// Folder of the sweep; must be absent, empty or that of the same sweep [default: sweeps/NAME, with the name of the
-    /// sweep file]
+    /// Folder of the sweep; must be absent, empty or that of the same sweep [default: sweeps/NAME, where NAME is the
+    /// name of the sweep file without its extension; sweeps/sweep without a file]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
 
@@ -221,6 +221,6 @@ fn read(file: &Path) -> Result<Map<String, Value>> {
     })?;
     match serde_json::to_value(table) {
         Ok(Value::Object(table)) => Ok(table),
-        _ => Err(wrong("it has a value that is not text, a number, a list or a table".into())),
+        _ => Err(wrong("it has a value that is not text, a number, true or false, a list or a table".into())),
     }
 }

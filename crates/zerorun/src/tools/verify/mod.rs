@@ -34,7 +34,7 @@ use std::process::ExitCode;
 ///
 /// Exit code: 0 if all bits are the same or, with a SCRIPT, no gradient is wrong; 1 if something differs, the gradients
 /// could not be checked, a rank failed, or standard output could not be written; 2 if the command line is wrong or the
-/// folder does not exist.
+/// folder does not exist; 128 + n if signal n ended the comparison.
 #[derive(Debug, Parser)]
 #[command(name = "verify", bin_name = "zerorun verify")]
 struct VerifyArguments {

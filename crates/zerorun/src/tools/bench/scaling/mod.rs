@@ -1,4 +1,4 @@
-//! `zerorun bench scaling`: how the speed of training grows with the number of ranks.
+//! `zerorun bench scaling`: measures how the speed of training grows with the number of ranks.
 //!
 //! ```text
 //! plan.rs     kinds of scaling x stages x numbers of ranks -> jobs
@@ -39,7 +39,7 @@ use std::process::ExitCode;
 /// the embedded corpus. Each rank is bound to the same number of cores in all jobs, if there are enough.
 ///
 /// Exit code: 0 if everything was measured; 1 if a rank failed or standard output could not be written; 2 if the
-/// command line is wrong or the picture cannot be written.
+/// command line is wrong or the picture cannot be written; 128 + n if signal n ended the measurement.
 #[derive(Debug, Args)]
 pub(super) struct ScalingArguments {
     /// Model: nano, mini, gpt2, llama-mini, ..., as for `zerorun estimate --model`
@@ -210,7 +210,8 @@ impl ScalingArguments {
     }
 }
 
-/// Returns the cores of a job in which each rank has `per_rank` of them; `None` if there are too few.
+/// Returns the cores of a job in which each rank has `per_rank` of them, or one if `per_rank` is `None`. Returns
+/// `None` if there are too few.
 fn job_cores(cores: &CoreList, ranks: usize, per_rank: Option<usize>) -> Option<CoreList> {
     let needed = ranks * per_rank.unwrap_or(1);
     (needed <= cores.cores().len()).then(|| cores.first(needed))

@@ -42,8 +42,8 @@ pub(super) struct ScalingPoint {
     pub(super) job: ScalingJob,
 }
 
-/// Returns the numbers of ranks to measure, in ascending order: the given numbers or, if only one is given, the powers of
-/// two below it and the number itself. If none is given, `cores` takes the place of a single given number.
+/// Returns the numbers of ranks to measure, in ascending order: the given numbers or, if only one is given, the powers
+/// of two below it and the number itself. If none is given, `cores` takes the place of a single given number.
 pub(super) fn rank_counts(given: &[u16], cores: usize) -> Vec<usize> {
     let max = match given {
         [] => cores.max(1),

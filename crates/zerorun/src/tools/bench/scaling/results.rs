@@ -61,11 +61,11 @@ pub(super) struct ScalingSetting {
     pub(super) micro_batch: usize,
     /// The number of measured steps of each job.
     pub(super) steps: u64,
-    /// The number of cores to which each rank is bound; `None`: ranks share the cores.
+    /// The number of cores to which each rank is bound; `None` if there are fewer cores than ranks in the largest job.
     pub(super) cores_per_rank: Option<usize>,
 }
 
-/// Returns the rows. The other points of a curve are compared with its first point.
+/// Returns the rows. The points of a curve are compared with its first one.
 pub(super) fn rows(points: &[(ScalingPoint, ScalingSpeed)], setting: &ScalingSetting) -> Vec<MeasuredRow> {
     let curves = points.chunk_by(|(a, _), (b, _)| a.kind == b.kind && a.job.stage == b.job.stage);
     let curve_rows = |curve: &[(ScalingPoint, ScalingSpeed)]| {

@@ -1,7 +1,7 @@
 //! Line charts as SVG: panels in rows and columns, readable without colour.
 //!
-//! Each series has its own pattern of dashes and, unless it is an ideal one, its own marker. The name of a series is near
-//! the end of its line. The categories of the x axis, which are numbers of ranks, are equally spaced.
+//! Each series has its own pattern of dashes and, unless it is an ideal one, its own marker. The name of a series is
+//! near the end of its line. The categories of the x axis, which are numbers of ranks, are equally spaced.
 
 use std::fmt::Write as _;
 
