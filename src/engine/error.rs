@@ -322,7 +322,7 @@ pub enum EngineError {
     },
     /// Ranks train different parameters.
     #[error(
-        "rank {rank} trains different parameters from rank {other}; every rank must call set_trainable with the same \
+        "rank {rank} and rank {other} train different parameters; every rank must call set_trainable with the same \
          rule"
     )]
     TrainableDiffers {
@@ -393,7 +393,7 @@ pub enum EngineError {
     },
     /// Ranks start from different weights.
     #[error(
-        "rank {rank} starts with different weights from rank {other}: a different seed or init_from file; every \
+        "the initial weights of rank {rank} differ from those of rank {other}: a different seed or init_from file; every \
          rank must use the same seed and file (unlike in DeepSpeed, rank 0's weights are not sent to the others)"
     )]
     WeightsDiffer {

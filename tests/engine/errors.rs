@@ -285,8 +285,8 @@ fn weights_that_differ_between_ranks_are_refused_on_every_rank() {
         });
         let texts = errors(results.unwrap());
         insta::allow_duplicates! {
-            insta::assert_snapshot!(texts[0], @"rank 0 starts with different weights from rank 1: a different seed or init_from file; every rank must use the same seed and file (unlike in DeepSpeed, rank 0's weights are not sent to the others)");
-            insta::assert_snapshot!(texts[1], @"rank 1 starts with different weights from rank 0: a different seed or init_from file; every rank must use the same seed and file (unlike in DeepSpeed, rank 0's weights are not sent to the others)");
+            insta::assert_snapshot!(texts[0], @"the initial weights of rank 0 differ from those of rank 1: a different seed or init_from file; every rank must use the same seed and file (unlike in DeepSpeed, rank 0's weights are not sent to the others)");
+            insta::assert_snapshot!(texts[1], @"the initial weights of rank 1 differ from those of rank 0: a different seed or init_from file; every rank must use the same seed and file (unlike in DeepSpeed, rank 0's weights are not sent to the others)");
         }
     }
 }

@@ -483,7 +483,7 @@ fn ranks_with_different_rules_are_told() {
         assert_eq!(
             text.unwrap(),
             format!(
-                "rank {rank} trains different parameters from rank {}; every rank must call set_trainable with the \
+                "rank {rank} and rank {} train different parameters; every rank must call set_trainable with the \
                  same rule",
                 1 - rank
             )

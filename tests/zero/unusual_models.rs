@@ -329,7 +329,7 @@ fn ranks_that_begin_with_different_weights_are_refused() {
     assert_eq!(initialize([Engine::builder().seed(1), Engine::builder().seed(1)]), ["", ""]);
     assert_eq!(initialize([1, 1].map(|seed| Engine::builder().init_from(file(seed)))), ["", ""]);
     let texts = initialize([1, 2].map(|seed| Engine::builder().seed(seed)));
-    insta::assert_snapshot!(texts[0], @"rank 0 starts with different weights from rank 1: a different seed or init_from file; every rank must use the same seed and file (unlike in DeepSpeed, rank 0's weights are not sent to the others)");
+    insta::assert_snapshot!(texts[0], @"the initial weights of rank 0 differ from those of rank 1: a different seed or init_from file; every rank must use the same seed and file (unlike in DeepSpeed, rank 0's weights are not sent to the others)");
     assert_eq!(initialize([1, 2].map(|seed| Engine::builder().init_from(file(seed)))), texts);
 }
 
