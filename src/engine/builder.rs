@@ -237,7 +237,7 @@ impl EngineBuilder {
 
     /// Marks units as leaves, as [`Unit::leaf`](crate::zero::Unit::leaf) does: by their names, or by name endings after
     /// a `*`, such as `*.moe`. A unit's name is the prefix of the `VarBuilder` that it was built from. A name that
-    /// matches no unit is an error.
+    /// matches no unit is an error. Has no effect in a pipeline, which is reported.
     #[must_use]
     pub fn leaf_units<N: Into<String>>(mut self, names: impl IntoIterator<Item = N>) -> Self {
         self.leaf_units.extend(names.into_iter().map(Into::into));

@@ -128,7 +128,12 @@ impl<M> Engine<M> {
         let (model, mut registered) = build_model(build, registry, &config, &device)
             .map_err(|error| explain_out_of_memory(error, &ledger, comm.rank()))?;
         match &pipeline {
-            Some(pipeline) => grouping.kept_modules().check(pipeline.names())?,
+            Some(pipeline) => {
+                grouping.kept_modules().check(pipeline.names())?;
+                if reports && !leaf_units.is_empty() {
+                    emit("EngineBuilder::leaf_units has no effect in a pipeline, where no parameters are gathered");
+                }
+            }
             None => {
                 grouping.kept_modules().check(registered.names())?;
                 mark_leaves(&mut registered, &config.zero.leaf_module, &leaf_units, reports)?;

@@ -1,5 +1,6 @@
 //! Errors concerning output paths.
 
+use crate::util::counted;
 use std::path::PathBuf;
 
 /// Errors concerning output paths.
@@ -57,9 +58,10 @@ pub enum OutputError {
     },
     /// The disk has too little space.
     #[error(
-        "{} has room for {available} bytes, but {needed} bytes must be written there; free some space, or give another \
-         path",
-        path.display()
+        "{} has room for {}, but {} must be written there; free some space, or give another path",
+        path.display(),
+        counted(*available, "byte"),
+        counted(*needed, "byte")
     )]
     NoSpace {
         /// The folder.

@@ -45,6 +45,8 @@ impl CollectiveKind {
             "all_gather" | "all_gather_into_tensor" | "all_gather_coalesced" => Self::AllGather,
             "control" | "all_gather_object" => Self::Control,
             "barrier" | "monitored_barrier" => Self::Barrier,
+            "send" | "isend" => Self::Send,
+            "receive" | "recv" | "irecv" => Self::Receive,
             _ => return None,
         })
     }

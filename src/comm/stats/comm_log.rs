@@ -198,11 +198,13 @@ mod tests {
 
     #[test]
     fn prof_ops_choose_by_deepspeeds_names_and_by_ours() {
-        let log = log(Some(&["all_gather_into_tensor", "barrier", "send"]));
+        let log = log(Some(&["all_gather_into_tensor", "barrier", "send", "irecv", "gather"]));
         for kind in CollectiveKind::ALL {
             log.add(kind, 8, Duration::from_millis(1));
         }
         let kinds: Vec<CollectiveKind> = log.summary().rows.iter().map(|row| row.kind).collect();
-        assert_eq!(kinds, [CollectiveKind::AllGather, CollectiveKind::Barrier]);
+        let expected =
+            [CollectiveKind::AllGather, CollectiveKind::Barrier, CollectiveKind::Send, CollectiveKind::Receive];
+        assert_eq!(kinds, expected);
     }
 }
