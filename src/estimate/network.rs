@@ -245,14 +245,7 @@ mod tests {
         assert!((seconds("1MB/s,1ms", &one) - 7e-3).abs() < 1e-12);
         assert!((network("1MB/s,1ms,20%").travel(&one).processors - 1e-3).abs() < 1e-12);
         // A hundred messages of 1 ms each, two at a time: a slow link is always busy; a fast one waits for the latency.
-        let many = InterHostTransferEstimate {
-            bytes_in: 100_000,
-            bytes_out: 100_000,
-            messages: 100,
-            window: 2,
-            hops: 1,
-            later_hop_bytes: 0,
-        };
+        let many = InterHostTransferEstimate { bytes_in: 100_000, bytes_out: 100_000, messages: 100, ..one };
         assert!((seconds("1MB/s,1ms", &many) - 102e-3).abs() < 1e-12);
         assert!((seconds("1MB/s,100ms", &many) - (200e-3 + 1e-3 + 49.0 * 101e-3)).abs() < 1e-12);
     }

@@ -326,8 +326,7 @@ impl Program {
         std::fs::create_dir(&files).unwrap();
         let ranks = threads::run(self.world, |comm| {
             let build = |how: How| {
-                let builder = self.builder(comm.clone());
-                let builder = if checks { builder } else { builder.gradient_check(false) };
+                let builder = self.builder(comm.clone()).gradient_check(checks);
                 builder.initialize(|vb| Model::new(how, vb), self.config(how, &files))
             };
             let mut engines = engines.iter().cycle();

@@ -34,6 +34,13 @@ pub(crate) struct InterHostTransferEstimate {
     pub later_hop_bytes: usize,
 }
 
+impl InterHostTransferEstimate {
+    /// Returns the transfer of `messages` messages, none of which waits for a message from a third host.
+    fn of_one_hop(PeakHostTraffic { bytes_in, bytes_out }: PeakHostTraffic, messages: usize) -> Self {
+        Self { bytes_in, bytes_out, messages, window: MESSAGES_IN_FLIGHT, hops: 1, later_hop_bytes: 0 }
+    }
+}
+
 impl UniformHosts {
     /// Returns `hosts` hosts with `ranks_per_host` ranks each.
     pub(crate) fn new(hosts: usize, ranks_per_host: usize) -> Self {
@@ -74,64 +81,37 @@ impl UniformHosts {
         let (wire, algorithm) = sum_of(hosts, wire, dtype, chunk);
         match algorithm {
             ReduceAlgorithm::Direct => {
-                let PeakHostTraffic { bytes_in, bytes_out } = direct_bytes(hosts.host_ranks(), wire, size, chunk);
+                let traffic = direct_bytes(hosts.host_ranks(), wire, size, chunk);
                 let step = message_elements(wire, size, world - hosts.local_ranks().len());
                 let messages = chunk.div_ceil(step).max(1);
-                InterHostTransferEstimate {
-                    bytes_in,
-                    bytes_out,
-                    messages,
-                    window: MESSAGES_IN_FLIGHT,
-                    hops: 1,
-                    later_hop_bytes: 0,
-                }
+                InterHostTransferEstimate::of_one_hop(traffic, messages)
             }
             ReduceAlgorithm::HostSums(code) => {
-                let PeakHostTraffic { bytes_in, bytes_out } = host_sum_bytes(hosts.host_ranks(), code, chunk);
+                let traffic = host_sum_bytes(hosts.host_ranks(), code, chunk);
                 let messages = chunk.div_ceil(host_sum_reduce::block_elements(hosts, code, chunk)).max(1);
-                InterHostTransferEstimate {
-                    bytes_in,
-                    bytes_out,
-                    messages,
-                    window: MESSAGES_IN_FLIGHT,
-                    hops: 1,
-                    later_hop_bytes: 0,
-                }
+                InterHostTransferEstimate::of_one_hop(traffic, messages)
             }
             ReduceAlgorithm::Chain => {
-                let PeakHostTraffic { bytes_in, bytes_out } = chain_bytes(hosts.host_ranks(), size, chunk);
+                let traffic = chain_bytes(hosts.host_ranks(), size, chunk);
                 let block = block_elements(hosts, wire, chunk).min(chunk);
                 let (count, ranks) = (hosts.host_ranks().len(), hosts.local_ranks().len());
                 // These are the bytes of the first block on its way through the hosts in between, and of the last
                 // block's sums.
                 let later_hop_bytes = (count - 2) * size_of::<f32>() * world * block + (world - ranks) * block * size;
                 let messages = chunk.div_ceil(block.max(1)).max(1);
-                InterHostTransferEstimate {
-                    bytes_in,
-                    bytes_out,
-                    messages,
-                    window: MESSAGES_IN_FLIGHT,
-                    hops: count,
-                    later_hop_bytes,
-                }
+                let one_hop = InterHostTransferEstimate::of_one_hop(traffic, messages);
+                InterHostTransferEstimate { hops: count, later_hop_bytes, ..one_hop }
             }
         }
     }
 
     /// Returns the transfer for a gather of `part` bytes from each rank.
     fn gather(&self, part: usize) -> InterHostTransferEstimate {
-        let PeakHostTraffic { bytes_in, bytes_out } = gather_bytes(self.0.host_ranks(), part);
+        let traffic = gather_bytes(self.0.host_ranks(), part);
         let step = message_bytes(self.0.host_ranks().len() - 1);
         // Each lane sends as many bytes as a rank has.
         let messages = part.div_ceil(step).max(1);
-        InterHostTransferEstimate {
-            bytes_in,
-            bytes_out,
-            messages,
-            window: MESSAGES_IN_FLIGHT,
-            hops: 1,
-            later_hop_bytes: 0,
-        }
+        InterHostTransferEstimate::of_one_hop(traffic, messages)
     }
 }
 
