@@ -5,19 +5,19 @@
 //!
 //! Items are floating-point operations; bytes are the minimum that must be moved. `mini` is a batch of 2048 tokens (8
 //! samples of 256) of width 384; `gpt2` is a batch of 512 tokens (one sample) of width 768. A backward pass starts from
-//! a gradient of ones. The inputs are looked up in small tables, so the pass ends by summing the gradients of each
-//! table row.
+//! a gradient of ones and ends with the gradients of the inputs, which are dropped.
 #![allow(clippy::unwrap_used)]
 
 mod keep_memory;
 mod peak_memory;
 
-use candle_core::{DType, Device, Tensor, Var, WithDType};
+use candle_core::{DType, Device, Tensor, WithDType};
 use candle_zero::nn::{
     Activation, AttentionOptions, ExpertAssignment, ExpertProjection, ExpertTensors, LinearEpilogue, Sequences,
     WeightLayout, causal_attention, embedding, fused_attention, gelu_tanh, layer_norm, linear, linear_cross_entropy,
     linear_with_epilogue, rms_norm,
 };
+use candle_zero::param::drop_gradient;
 use candle_zero::precision::{Flat, IntFormat, Nf4Scales, WeightPacking};
 use divan::Bencher;
 use divan::counter::{BytesCount, ItemsCount};
@@ -86,7 +86,7 @@ fn measure<const N: usize>(
     inputs: [Tensor; N],
     run: impl Fn(&[Tensor; N]) -> candle_core::Result<Tensor>,
 ) {
-    let inputs = inputs.map(|input| if with_backward { differentiable(&input) } else { input });
+    let inputs = inputs.map(|input| if with_backward { drop_gradient(&input).unwrap() } else { input });
     let once = || {
         let y = run(&inputs).unwrap();
         if with_backward {
@@ -96,22 +96,6 @@ fn measure<const N: usize>(
     // Allocates the buffers that later calls reuse.
     once();
     bencher.bench_local(once);
-}
-
-/// Returns a tensor of the same shape that repeats the first rows of `tensor`. The result is not a variable
-/// itself, because Candle adds the gradient of a variable to zeros, one element at a time in bf16. An engine's
-/// parameters avoid this.
-fn differentiable(tensor: &Tensor) -> Tensor {
-    let (&width, leading) = tensor.dims().split_last().unwrap();
-    let rows = leading.iter().product::<usize>();
-    let in_table = rows.min(16);
-    let table = tensor.reshape((rows, width)).unwrap().narrow(0, 0, in_table).unwrap();
-    let table = Var::from_tensor(&table).unwrap();
-    if leading.is_empty() {
-        return table.reshape(width).unwrap();
-    }
-    let ids = Tensor::from_iter((0..rows).map(|i| (i % in_table) as u32), &Device::Cpu).unwrap();
-    embedding(&ids.reshape(leading).unwrap(), &table).unwrap()
 }
 
 /// Defines benches for a kernel's forward pass and, if floating-point operations are counted, for the forward and

@@ -14,7 +14,7 @@
 //! parameter (Candle's own `loss.backward()`, another engine's) only reports that it no longer needs the parameter.
 
 use super::ParamId;
-use crate::graph::precomputed_op::{apply_precomputed, token_value};
+use crate::graph::precomputed_op::{apply_precomputed, copy_storage, token_value};
 use crate::graph::{DeferredGradient, GradSlot, want_grad_while, with_token};
 use crate::tensor::residency::empty_leaf;
 use candle_core::{Device, Result, Shape, Storage, Tensor};
@@ -56,6 +56,23 @@ pub(crate) fn capture(
     let tensor = with_token(token, slot, "parameter", (storage, shape))?;
     want_grad_while(&tensor, trained);
     Ok(tensor)
+}
+
+/// Returns a tensor of the same values whose gradient is computed and then dropped, as in a backward pass that an engine
+/// runs without a step. Benches measure layers with it: neither a copy of the gradient nor a sum is added to their time.
+///
+/// # Errors
+///
+/// Candle's errors, for example if the device has no memory for the copy of the values.
+pub fn drop_gradient(tensor: &Tensor) -> Result<Tensor> {
+    let slot = Arc::new(GradSlot::default());
+    let complete = slot.clone();
+    let leaf = empty_leaf(tensor.device(), &Shape::from(1))?;
+    let token = apply_precomputed("drop-gradient", &leaf, token_value(tensor.device())?, move |_, _| {
+        drop(complete.take());
+        Ok(None)
+    })?;
+    with_token(token, slot, "input", copy_storage(tensor)?)
 }
 
 #[cfg(test)]

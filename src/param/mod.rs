@@ -13,6 +13,7 @@ mod weight_file;
 mod weight_files;
 mod weight_source;
 
+pub use gradient_capture::drop_gradient;
 pub use model_buffer::BufferSync;
 pub(crate) use model_buffer::{BufferFilter, ModelBuffer, dtype_of_buffer, has_name_of_buffer, is_dispensable};
 pub use weight_file::{FileTensor, check_finite};
