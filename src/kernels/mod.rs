@@ -57,8 +57,8 @@ pub(crate) fn buffer<E: Element>(len: usize) -> Vec<E> {
     buffer
 }
 
-/// Returns the step with which tests with very many cases iterate over them: 1, or 4 on an emulated processor, which
-/// would take minutes for all of them.
+/// Returns the step size with which tests that have very many cases go through these cases: 1, or 4 on an emulated
+/// processor, which would take minutes for all of them.
 #[cfg(test)]
 fn case_step() -> usize {
     if std::env::var_os("CANDLE_ZERO_TEST_EMULATED").is_some() { 4 } else { 1 }

@@ -69,7 +69,8 @@ impl DecoderConfig {
         let (q, kv) = (self.query_width(), self.kv_width());
         // The residual stream before attention and before the MLP; queries, keys, values, and the output of attention.
         let mut elements = 2 * width + 2 * q + 2 * kv;
-        // The gate, its factor and the product; or the input of the activation.
+        // The gate, the up projection that it multiplies, and their product; or, without a gate, the input of the
+        // activation.
         elements += if self.gated { 3 * inner } else { inner };
         // The logits and the softmax of a router in f32.
         elements += mixture.map_or(0, |mixture| 2 * 4 * mixture.experts / element.max(1));

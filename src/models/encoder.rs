@@ -18,7 +18,7 @@ use candle_nn::{Module, VarBuilder};
 /// Parameters have the names of Hugging Face's files, as [`EncoderNaming`] lists them. Each block is a unit
 /// ([`crate::zero::unit()`]).
 ///
-/// As in transformers, lookups of the padding token add nothing to the table's gradient.
+/// As in transformers, lookups of the padding token add nothing to the gradient of the word embeddings.
 ///
 /// Rows of a batch are padded after their texts, and the lengths give the ends of the texts. Padding is skipped: it
 /// costs no time, and does not change a single bit of a result or a gradient.
@@ -194,7 +194,7 @@ impl Encoder {
             EncoderNaming::DistilBert => "transformer.layer",
             EncoderNaming::ModernBert => "layers",
         };
-        // Blocks with the same base share their tables.
+        // Blocks with the same rotary base (theta) share a table of angles.
         let mut tables: Vec<(f64, Rotary)> = vec![];
         let mut rotary = |theta: f64| -> Result<Option<Rotary>> {
             if !matches!(config.positions, EncoderPositions::Rotary(_)) {

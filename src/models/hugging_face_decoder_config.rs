@@ -242,8 +242,8 @@ fn gpt2(keys: &JsonObjectReader<'_>) -> Result<DecoderConfig> {
     if !hidden_size.is_multiple_of(heads) {
         return Err(keys.refuse_as("n_embd", hidden_size, format!("a multiple of n_head ({heads})")));
     }
-    keys.only("scale_attn_weights", true, "attention's scores are divided by the square root of a head's width")?;
-    keys.only("scale_attn_by_inverse_layer_idx", false, "all layers scale attention's scores in the same way")?;
+    keys.only("scale_attn_weights", true, "attention scores are divided by the square root of a head's width")?;
+    keys.only("scale_attn_by_inverse_layer_idx", false, "all layers scale attention scores in the same way")?;
     keys.only("add_cross_attention", false, "there is no encoder")?;
     let ctx = size("n_positions", 1024)?;
     let sizes = [hidden_size, heads, blocks(keys, "n_layer", 12)?];

@@ -5,7 +5,7 @@
 //! 5 times:  A = X X^t,  X = a X + (b A + c A A) X                (transposed for a tall matrix)
 //! ```
 //!
-//! This quintic polynomial moves singular values close to 1, to between 0.7 and 1.2, except those that are very small.
+//! This quintic polynomial moves all singular values except very small ones towards 1, into the range from 0.7 to 1.2.
 //! If a matrix is far from square, the same iteration on the Gram matrix needs fewer products: the factors of `X` are
 //! collected in a square matrix with the size of the shorter side, and `X` is multiplied twice instead of five times.
 

@@ -1,4 +1,4 @@
-//! Errors of the record of runs.
+//! Errors concerning the records of runs.
 
 use std::path::PathBuf;
 
@@ -6,7 +6,7 @@ use std::path::PathBuf;
 pub(super) const NAME_RULE: &str =
     "give 1 to 100 bytes of letters, digits, inner spaces or . _ - + = @, and begin with a letter or digit";
 
-/// Errors of the record of runs.
+/// Errors concerning the records of runs.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RunError {

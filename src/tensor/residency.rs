@@ -69,7 +69,7 @@ pub(crate) fn is_out_of_memory(error: &Error) -> bool {
     error.to_string().contains("CUDA_ERROR_OUT_OF_MEMORY")
 }
 
-const SHARDED: &str = "is sharded and not gathered now";
+const SHARDED: &str = "is sharded and is not currently gathered";
 
 /// Returns the error of candle-zero's operation `op` about a storage of `dtype`, if that dtype marks a parameter of
 /// `shape` as absent.

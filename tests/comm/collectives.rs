@@ -1,5 +1,5 @@
-//! Collectives between ranks as threads: correct sums (exact and quantized), correct bytes, and an error instead of a
-//! hang.
+//! Collectives between ranks that are threads: correct sums (exact and quantized), correct bytes, and an error instead
+//! of a hang.
 
 use candle_core::DType;
 use candle_zero::comm::{CollectiveKind, Communicator, InterHostFormat, WireFormat, threads};

@@ -85,7 +85,8 @@ fn check(case: &Value, rates: &Value, expect: &Value, rtol: f64) {
         case["skipped_steps"].as_array().into_iter().flatten().map(|s| s.as_u64().unwrap()).collect();
     for (group, base_lr) in groups.iter().enumerate() {
         let mut schedule = schedule(case, group, base_lr);
-        // The conformance cases list [group] per step; schedules.json lists [step] per group.
+        // With several groups, a conformance case has a list of the groups' rates for each step, and schedules.json has
+        // a list of the steps' rates for each group.
         let steps = rates.as_array().unwrap();
         let per_group = groups.len() > 1 && steps.len() == groups.len();
         let steps = if per_group { steps[group].as_array().unwrap() } else { steps };

@@ -561,5 +561,5 @@ fn an_own_layer_says_outside_of_an_engine_that_its_parameter_is_sharded() {
     let engine = Engine::initialize(|vb| candle_zero::nn::Linear::new(4, 3, vb), config).unwrap();
     let x = Tensor::ones((2, 4), DType::F32, &Device::Cpu).unwrap();
     let error = engine.model().forward(&x).unwrap_err().to_string();
-    insta::assert_snapshot!(error, @"linear: the parameter of shape [3, 4] is sharded and not gathered now; use it inside engine.forward or eval");
+    insta::assert_snapshot!(error, @"linear: the parameter of shape [3, 4] is sharded and is not currently gathered; use it inside engine.forward or eval");
 }

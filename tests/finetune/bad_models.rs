@@ -124,7 +124,7 @@ fn descriptions_that_this_library_does_not_compute_with_are_refused() {
     insta::assert_snapshot!(with("gemma2", "sliding_window", Value::Null), @"DIR/config.json: sliding_window is null, but must be a number if layer_types contains sliding_attention");
     insta::assert_snapshot!(with("gemma3", "use_bidirectional_attention", json!(true)), @"DIR/config.json: use_bidirectional_attention is true, but must be false: a language model does not see later tokens");
     insta::assert_snapshot!(with("gpt2", "n_head", json!(5)), @"DIR/config.json: n_embd is 48, but must be a multiple of n_head (5)");
-    insta::assert_snapshot!(with("gpt2", "scale_attn_by_inverse_layer_idx", json!(true)), @"DIR/config.json: scale_attn_by_inverse_layer_idx is true, but must be false: all layers scale attention's scores in the same way");
+    insta::assert_snapshot!(with("gpt2", "scale_attn_by_inverse_layer_idx", json!(true)), @"DIR/config.json: scale_attn_by_inverse_layer_idx is true, but must be false: all layers scale attention scores in the same way");
     insta::assert_snapshot!(with("gpt2", "activation_function", json!("relu")), @r#"DIR/config.json: activation_function is "relu", but must be silu, swish, gelu, gelu_new, gelu_pytorch_tanh or relu2"#);
     insta::assert_snapshot!(with("llama", "quantization_config", json!({"quant_method": "gptq", "bits": 4})), @r#"DIR/config.json: quantization_config is {"bits":4,"quant_method":"gptq"}, but must be absent: weights are read in f32, bf16 or f16"#);
 }

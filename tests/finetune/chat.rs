@@ -1,5 +1,5 @@
-//! Conversations of five models: the text matches that of transformers byte for byte, and the ids and targets match
-//! token for token.
+//! Conversations rendered with the chat templates of five models: the text matches that of transformers byte for byte,
+//! and the ids and targets match token for token.
 
 use crate::support::processes::repository;
 use crate::support::skips;

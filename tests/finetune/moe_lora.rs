@@ -177,7 +177,8 @@ fn every_recorded_adapter_of_a_mixture_is_followed() {
 #[test]
 fn adapters_of_experts_are_read_written_applied_and_merged_as_peft_does() {
     for case in CASES {
-        // A fresh adapter of attention has no effect, so only fresh adapters of experts are checked.
+        // The recorded initial adapters without parts for experts have no effect (their B is 0), so only those with
+        // such parts are checked.
         let want = MOE.json(format!("lora/{case}/run.json"))["loss_logits_inputs"].clone();
         if case.contains("experts") {
             check_result(case, "initial", want["initial_adapter"].as_f64().unwrap());

@@ -323,5 +323,5 @@ fn hostfiles_and_flags_that_do_not_fit_the_sweep_are_refused_before_a_folder_is_
     let said = cluster.refused(&["s.toml", "--out", "memory", "--hostfile", "hosts", "--memory", "4096TiB"], 2);
     let (begin, end) = said.split_once("and the host has ").unwrap();
     insta::assert_snapshot!(begin, @"zerorun: s.toml: no host in the hostfile has room for a trial (host alpha is not used: a trial needs 4.0 PiB of memory, ");
-    assert!(end.ends_with("; give other hosts, or a smaller value of memory"), "{end}");
+    assert!(end.ends_with("; name other hosts, or set memory to a smaller value"), "{end}");
 }

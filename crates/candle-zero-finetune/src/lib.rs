@@ -16,7 +16,7 @@
 //! | a model's folder or GGUF file: its description, and its weights by name | [`BaseModel`] |
 //! | a classifier: its base, its rows, its scores | [`ClassifierBase`], [`ClassificationBatch`], [`ClassificationScores`] |
 //! | initial values of adapters and of the base's weights | [`AdapterInitialValues`] |
-//! | the stage, the offload and the micro batch that fit into memory | [`MemoryFitInput`], [`MemoryFit`] |
+//! | the stage, offload settings and micro batch size that fit into memory | [`MemoryFitInput`], [`MemoryFit`] |
 //! | the weights that QLoRA holds in 4 bits | [`is_quantized`] |
 //! | answers of a model, token by token | [`Generator`] |
 //! | the resulting model: merged, as a Hugging Face folder or GGUF | [`MergedModel`] |

@@ -60,7 +60,7 @@ pub(crate) struct HostFlags {
     #[arg(long, value_name = "N", conflicts_with = "hostfile", help_heading = HOSTS)]
     pub(crate) nnodes: Option<String>,
 
-    /// With --nnodes: this host's number, from 0 [default: from the launcher that started zerorun, see docs/cluster.md]
+    /// With --nnodes: this host's number, from 0 [default: from the launcher that started zerorun; see docs/cluster.md]
     #[arg(long = "node_rank", alias = "node-rank", value_name = "R", help_heading = HOSTS)]
     pub(crate) node_rank: Option<usize>,
 
@@ -185,10 +185,17 @@ impl HostFlags {
                  --hostfile or --nnodes, or leave --min_nodes out"
             ));
         }
-        (max_restarts == 0 || fewest == 0).then(|| {
+        if fewest == 0 {
+            return Some(
+                "--min_nodes 0 is the minimum number of hosts after a restart, but a job needs at least one host; give \
+                 a --min_nodes of at least 1, or leave --min_nodes out"
+                    .to_string(),
+            );
+        }
+        (max_restarts == 0).then(|| {
             format!(
-                "--min_nodes {fewest} is the minimum number of hosts after a restart; set it to at least 1 and \
-                 --max_restarts to at least 1, or leave --min_nodes out"
+                "--min_nodes {fewest} is the minimum number of hosts after a restart, but restarts are off; give a \
+                 --max_restarts of at least 1, or leave --min_nodes out"
             )
         })
     }

@@ -11,8 +11,8 @@
 //! all ranks. A rank has a seat in every channel. Memory that is never touched takes no space.
 //!
 //! `zerorun` creates the region as a memfd and the ranks inherit it, or the first rank of the machine creates it and
-//! hands it to the others. It has no name, needs no /dev/shm, and disappears with the last process. Ranks as threads
-//! use the same layout.
+//! hands it to the others. It has no name, needs no /dev/shm, and disappears with the last process. Ranks that are
+//! threads use the same layout.
 //!
 //! A rank's block is written only by that rank, with four exceptions: threads that wait for the rank count themselves
 //! in `sleepers`; without a launcher, ranks that notice its death claim the right to record the cause; the launcher, or
@@ -145,7 +145,7 @@ impl SharedMemoryRegion {
         Ok(region)
     }
 
-    /// Creates a region that only this process can access, for ranks as threads.
+    /// Creates a region that only this process can access, for ranks that are threads.
     pub fn anonymous(world_size: usize) -> Result<Self> {
         let region = Self { between_processes: false, ..Self::make(world_size, rustix::fs::MemfdFlags::CLOEXEC)? };
         region.mark_all_started();

@@ -135,7 +135,7 @@ fn forward_on<E: Element>(
         let q = q.head_rows(span.first, head, h.head);
         let [k, v] = [k, v].map(|rows| rows.head_rows(span.first, head / h.group(), h.head));
         SCRATCH.with_borrow_mut(|scratch| {
-            // SAFETY: the processor has the level of the path; spans do not overlap, and each head of each span is
+            // SAFETY: the processor has the SIMD level of `path`; spans do not overlap, and each head of each span is
             // taken once.
             with_words_of!(path, T => unsafe {
                 let (out, lse) = (out.take_heads(span, head, 1), lse.take_heads(span, head, 1));

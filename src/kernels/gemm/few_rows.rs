@@ -27,9 +27,9 @@ use std::ops::Range;
 impl<E: Element, C: Element> GemmPart<'_, E, C> {
     /// Does the same as [`GemmPart::compute`] for so few rows that packed columns of `b` are not kept. A piece (some
     /// steps of one panel or of all panels) is packed, multiplied by all rows, and overwritten. For the fewest rows,
-    /// `b` is not packed at all. The sums of all rows and columns are in memory. The sums of a block continue from turn
-    /// to turn, and are then added to the sums of earlier blocks, so that the products of each element are summed in
-    /// the order of [`GemmPart::compute`].
+    /// `b` is not packed at all. The sums of all rows and columns are in memory. Within a block, the sums continue from
+    /// one piece to the next, and are then added to the sums of earlier blocks, so that the products of each element
+    /// are summed in the order of [`GemmPart::compute`].
     pub(super) fn stream<W: ElementArithmetic<E> + Microkernels>(
         &self,
         rows: Range<usize>,
@@ -39,7 +39,8 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
         let width = panels.vectors() * W::LANES;
         let packs = rows.len() > unpacked::ROWS;
         let panel_count = panels.count();
-        // The panels of a group, which are read to their end, and the panels and steps of a piece.
+        // The number of panels in a group (all steps of a group are processed before the next group begins), and the
+        // numbers of panels and steps in a piece.
         let (group, piece_panels, piece_steps) = match self.packed_b {
             ColumnPackingMode::WidePieces => (panel_count, panel_count, PIECE_STEPS),
             _ if self.b.inner_stride == 1 => (1, 1, PIECE_STEPS),

@@ -84,7 +84,7 @@ impl Adapter {
         let weight = projections.iter().find_map(|name| self.tensors.get(*name));
         let labels = weight.and_then(|weight| weight.shape.first().copied());
         labels.ok_or_else(|| {
-            let reason = format!("it has no projection to labels, which is one of {}", list(&projections));
+            let reason = format!("it has no projection to labels, whose name would be one of {}", list(&projections));
             unusable(&self.path.join(TENSORS), reason)
         })
     }
@@ -253,8 +253,9 @@ impl Adapter {
         &self.path
     }
 
-    /// Writes the folder `out`, which must be absent or empty, as PEFT does. `parameters` are the names of all
-    /// parameters of the base, which determine the prefix of the tensors' names and the layout of the base's weights.
+    /// Writes the folder `out` in the way that PEFT does. `out` must be absent or empty. `parameters` are the names of
+    /// all parameters of the base, which determine the prefix of the tensors' names and the layout of the base's
+    /// weights.
     ///
     /// # Errors
     /// [`Error::Io`]; a folder that is not empty. On an error, `out` is unchanged.

@@ -56,10 +56,12 @@ struct TokensSinceRouted {
 /// The number of tokens that an expert has missed when it is reported as dead.
 const DEAD_AFTER: f64 = 100.0;
 
+/// The largest number of experts that a message names. The metrics and the record of the run have the choices of all.
+const MAX_NAMED: usize = 20;
+
 impl DeadExpertDetector {
-    /// Takes the loads of a step, and returns a message for each block in which experts are found dead for the first
-    /// time.
-    pub fn observe(&mut self, loads: &[ExpertLoad]) -> Vec<String> {
+    /// Takes the loads of a step, and returns a message that names the experts found dead for the first time, if any.
+    pub fn observe(&mut self, loads: &[ExpertLoad]) -> Option<String> {
         if self.blocks.is_empty() {
             let new_block = |load: &ExpertLoad| TokensSinceRouted {
                 block: load.block,
@@ -67,28 +69,47 @@ impl DeadExpertDetector {
             };
             self.blocks = loads.iter().map(new_block).collect();
         }
-        let mut messages = Vec::new();
-        for (block, load) in self.blocks.iter_mut().zip(loads) {
-            let even = load.choices.iter().sum::<u64>() as f64 / load.choices.len().max(1) as f64;
-            let mut dead = Vec::new();
-            for (expert, (missed, choices)) in block.missed.iter_mut().zip(&load.choices).enumerate() {
-                *missed = missed.map(|missed| if *choices == 0 { missed + even } else { 0.0 });
-                if missed.is_some_and(|missed| missed >= DEAD_AFTER) {
-                    *missed = None;
-                    dead.push(expert.to_string());
-                }
+        let blocks = self.blocks.iter_mut().zip(loads);
+        let dead: Vec<(usize, Vec<usize>)> = blocks.map(|(block, load)| (block.block, block.observe(load))).collect();
+        let count = dead.iter().map(|(_, experts)| experts.len()).sum::<usize>();
+        if count == 0 {
+            return None;
+        }
+        let total = loads.iter().map(|load| load.choices.len()).sum::<usize>();
+        let mut named = 0;
+        let mut names = Vec::new();
+        for (block, experts) in dead.iter().filter(|(_, experts)| !experts.is_empty()) {
+            let shown = experts.len().min(MAX_NAMED - named);
+            if shown == 0 {
+                break;
             }
-            if !dead.is_empty() {
-                let (experts, total) = (if dead.len() == 1 { "expert" } else { "experts" }, load.choices.len());
-                messages.push(format!(
-                    "warning: in recent steps, no token chose {experts} {} (of {total}) in layer {}; a load-balancing \
-                     loss (--router_aux_loss_coef 0.01) makes the choices more even",
-                    dead.join(", "),
-                    block.block
-                ));
+            named += shown;
+            let word = if shown == 1 { "expert" } else { "experts" };
+            let list: Vec<String> = experts[..shown].iter().map(usize::to_string).collect();
+            names.push(format!("layer {block}: {word} {}", list.join(", ")));
+        }
+        let others = if count > named { format!("; and {} more", count - named) } else { String::new() };
+        Some(format!(
+            "warning: no token chose {count} of {total} experts in recent steps ({}{others}); a load-balancing loss \
+             (--router_aux_loss_coef 0.01) makes the choices more even",
+            names.join("; ")
+        ))
+    }
+}
+
+impl TokensSinceRouted {
+    /// Takes the loads of a step, and returns the experts found dead for the first time.
+    fn observe(&mut self, load: &ExpertLoad) -> Vec<usize> {
+        let even = load.choices.iter().sum::<u64>() as f64 / load.choices.len().max(1) as f64;
+        let mut dead = Vec::new();
+        for (expert, (missed, choices)) in self.missed.iter_mut().zip(&load.choices).enumerate() {
+            *missed = missed.map(|missed| if *choices == 0 { missed + even } else { 0.0 });
+            if missed.is_some_and(|missed| missed >= DEAD_AFTER) {
+                *missed = None;
+                dead.push(expert);
             }
         }
-        messages
+        dead
     }
 }
 
@@ -114,16 +135,24 @@ mod tests {
         let mut detector = DeadExpertDetector::default();
         // A balanced router would choose each expert 30 times in each step.
         for step in 0..10 {
-            let messages = detector.observe(&[load(1, &[50, 40, 0]), load(3, &[30, 30 + step % 3, 30])]);
-            assert_eq!(messages.len(), usize::from(step == 3), "step {step}");
-            if let [message] = &messages[..] {
-                insta::assert_snapshot!(message, @"warning: in recent steps, no token chose expert 2 (of 3) in layer 1; a load-balancing loss (--router_aux_loss_coef 0.01) makes the choices more even");
+            let message = detector.observe(&[load(1, &[50, 40, 0]), load(3, &[30, 30 + step % 3, 30])]);
+            assert_eq!(message.is_some(), step == 3, "step {step}");
+            if let Some(message) = message {
+                insta::assert_snapshot!(message, @"warning: no token chose 1 of 6 experts in recent steps (layer 1: expert 2); a load-balancing loss (--router_aux_loss_coef 0.01) makes the choices more even");
             }
         }
         // An expert that is chosen from time to time is not dead.
         let mut detector = DeadExpertDetector::default();
         for step in 0..50 {
-            assert!(detector.observe(&[load(0, &[60, u64::from(step % 3 == 0)])]).is_empty());
+            assert!(detector.observe(&[load(0, &[60, u64::from(step % 3 == 0)])]).is_none());
         }
+    }
+
+    #[test]
+    fn a_message_names_the_first_twenty_dead_experts() {
+        let collapsed: Vec<u64> = (0..12).map(|expert| if expert == 4 { 1_200 } else { 0 }).collect();
+        let blocks = [load(0, &collapsed), load(1, &[300, 300, 300, 0]), load(2, &collapsed)];
+        let message = DeadExpertDetector::default().observe(&blocks).unwrap();
+        insta::assert_snapshot!(message, @"warning: no token chose 23 of 28 experts in recent steps (layer 0: experts 0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11; layer 1: expert 3; layer 2: experts 0, 1, 2, 3, 5, 6, 7, 8; and 3 more); a load-balancing loss (--router_aux_loss_coef 0.01) makes the choices more even");
     }
 }

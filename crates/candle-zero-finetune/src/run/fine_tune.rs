@@ -447,10 +447,8 @@ impl FineTune {
         let StepOutcome { loss, tokens, rewards, balance, loads, rss_peak_bytes, failed_save } =
             self.engine.train_step(step, &self.training, objective, tell)?;
         self.report_failed_save(failed_save.map_or(Ok(()), Err))?;
-        for message in self.experts.observe(&loads) {
-            if self.comm.rank() == 0 {
-                notice::emit(&message);
-            }
+        if let Some(message) = self.experts.observe(&loads).filter(|_| self.comm.rank() == 0) {
+            notice::emit(&message);
         }
         self.engine.record_expert_loads(&loads);
         let timings = self.engine.timings();

@@ -1,4 +1,4 @@
-//! Chooses a stage, an offload and a micro batch size that make a run fit into memory.
+//! Chooses a stage, offload settings and a micro batch size that make a run fit into memory.
 //!
 //! Candidates are ordered by speed: everything in memory; everything in memory, with recomputed blocks; optimizer
 //! states in files; both optimizer states and parameters in files. The first candidate that, according to [`Estimate`],
@@ -12,7 +12,7 @@ use candle_zero::util::format_bytes;
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// The input of the choice of a stage, an offload and a micro batch: a run, and the memory that it may use.
+/// The input for choosing a stage, offload settings and a micro batch size: a run, and the memory that it may use.
 #[non_exhaustive]
 pub struct MemoryFitInput<'a> {
     /// The parameters, which of them are trained, and how the others are held.
@@ -43,7 +43,7 @@ pub struct MemoryFitInput<'a> {
     pub folder: &'a Path,
 }
 
-/// The stage, the offload and the micro batch chosen for a [`MemoryFitInput`].
+/// The stage, the offload settings and the micro batch size chosen for a [`MemoryFitInput`].
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct MemoryFit {
@@ -274,7 +274,7 @@ impl MemoryFit {
     }
 }
 
-/// One combination of the choices, except for the micro batch.
+/// One combination of the choices, except for the micro batch size.
 #[derive(Debug, Clone, Copy)]
 struct PlacementCandidate {
     placement: StatePlacement,

@@ -25,7 +25,7 @@ use candle_zero::util::counted;
 use std::path::Path;
 use std::sync::Arc;
 
-/// A run whose options, model and data are checked. No weights are loaded yet.
+/// A run whose options, model and data have been checked. No weights have been loaded yet.
 #[derive(Debug)]
 pub struct PreparedRun {
     pub(super) options: Options,

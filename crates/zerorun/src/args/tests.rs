@@ -93,7 +93,8 @@ fn wrong_hosts_are_named() {
     insta::assert_snapshot!(wrong("--nnodes 2 --node_rank 1 x.rs"), @"zerorun: --nnodes 2 needs --master_addr; give each host its index from 0 to 1, and give all hosts the first host's address");
     insta::assert_snapshot!(wrong("--nnodes 2 --hostfile hosts x.rs"), @"zerorun: the argument '--nnodes <N>' cannot be used with '--hostfile <FILE>'");
     insta::assert_snapshot!(wrong("--min_nodes 1 --max_restarts 1 x.rs"), @"zerorun: --min_nodes 1 is the minimum number of hosts after a restart, but this job has one host; give --hostfile or --nnodes, or leave --min_nodes out");
-    insta::assert_snapshot!(wrong("--hostfile hosts --min_nodes 1 x.rs"), @"zerorun: --min_nodes 1 is the minimum number of hosts after a restart; set it to at least 1 and --max_restarts to at least 1, or leave --min_nodes out");
+    insta::assert_snapshot!(wrong("--hostfile hosts --min_nodes 1 x.rs"), @"zerorun: --min_nodes 1 is the minimum number of hosts after a restart, but restarts are off; give a --max_restarts of at least 1, or leave --min_nodes out");
+    insta::assert_snapshot!(wrong("--hostfile hosts --min_nodes 0 --max_restarts 1 x.rs"), @"zerorun: --min_nodes 0 is the minimum number of hosts after a restart, but a job needs at least one host; give a --min_nodes of at least 1, or leave --min_nodes out");
     insta::assert_snapshot!(wrong("--hostfile hosts --max_restarts 1 --min_ranks 1 x.rs"), @"zerorun: --min_ranks 1 is for one host; on several hosts, each keeps its number of ranks; give --min_nodes instead, or leave --min_ranks out");
     assert!(wrong("--include a x.rs").contains("--hostfile"), "{}", wrong("--include a x.rs"));
 }

@@ -215,7 +215,7 @@ impl RankOutputForwarder {
                 let written = splitter.feed(&buffer[..read], show);
                 busy.fetch_sub(1, Ordering::SeqCst);
                 if let Err(error) = written {
-                    // Closing the pipe informs the rank, as if there were no launcher.
+                    // Closing the pipe makes the rank's next write fail, as it would without a launcher.
                     if error.kind() != io::ErrorKind::BrokenPipe && !output_lost.swap(true, Ordering::SeqCst) {
                         eprint(&console::cannot_write(stream, &error));
                     }

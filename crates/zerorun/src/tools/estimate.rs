@@ -48,7 +48,7 @@ struct EstimateArguments {
     #[arg(long, value_name = "PREFIX", requires = "safetensors")]
     unit: Vec<String>,
 
-    /// Frozen parameters: names, in which * matches any characters, such as "h.*"; repeatable. The others are trained
+    /// Names of frozen parameters, such as "h.*", in which * matches any characters; repeatable. The others are trained
     #[arg(long, value_name = "PATTERN", conflicts_with = "table")]
     frozen: Vec<String>,
 

@@ -64,7 +64,7 @@ pub(crate) struct ZerorunTool {
 const ALL: [ZerorunTool; 22] = [
     ZerorunTool {
         name: "bench",
-        about: "Measure the speed of an offload folder, of the network, or of several ranks",
+        about: "Measure the speed of a disk, of the network, or of training on several ranks",
         run: bench::run,
         command: bench::command,
     },

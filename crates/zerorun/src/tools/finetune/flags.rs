@@ -156,7 +156,7 @@ pub(super) struct FinetuneFlags {
           value_parser = value_parser!(u64).range(1..))]
     save_every: Option<u64>,
 
-    /// Number of newest checkpoints to keep, or all [default: 2 for adapters, all with --full]
+    /// Number of newest checkpoints to keep, or all [default: 2 for adapters, otherwise all]
     #[arg(long, value_name = "K|all", requires = "save")]
     keep: Option<KeepCheckpoints>,
 

@@ -24,7 +24,7 @@ pub(super) struct ListFlags {
     #[arg(long, value_name = "STATE", value_parser = filter::state)]
     state: Vec<RecordedState>,
 
-    /// Only runs that began at or after this time: 90m, 12h, 7d or 2w ago, or a date in UTC
+    /// Only runs that began at or after this time: an age such as 90m, 12h, 7d or 2w, or a date in UTC
     #[arg(long, value_name = "TIME", value_parser = filter::since)]
     since: Option<f64>,
 

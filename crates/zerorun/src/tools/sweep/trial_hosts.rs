@@ -63,7 +63,7 @@ pub(super) fn read_hostfile(definition: &SweepDefinition, directory: &Path) -> R
     if max_slots < definition.ranks {
         let problem = format!(
             "each trial runs on one host and has {}, but no host of {} has more than {}; give a host more slots, or \
-             lower ranks",
+             set ranks to at most {max_slots}",
             counted(definition.ranks, "rank"),
             file.display(),
             counted(max_slots, "slot"),
@@ -120,7 +120,7 @@ impl TrialHosts {
         }
         if used.is_empty() {
             let problem = format!(
-                "no host in the hostfile has room for a trial ({}); give other hosts, or a smaller value of memory",
+                "no host in the hostfile has room for a trial ({}); name other hosts, or set memory to a smaller value",
                 left_out.join("; ")
             );
             return Err(definition.error(problem));
@@ -218,7 +218,7 @@ mod tests {
         // The ranks of both trials on host a and of the trial on host b have two cores each.
         assert_eq!((all.threads(3, 2), some.threads(2, 2), all.threads(1, 2)), (2, 2, 2));
         let refused = TrialHosts::from_hostfile(&definition(2), &hosts[..1], &capacities, Some(101)).unwrap_err();
-        insta::assert_snapshot!(refused, @"x: no host in the hostfile has room for a trial (host a is not used: a trial needs 101 B of memory, and the host has 100 B); give other hosts, or a smaller value of memory");
+        insta::assert_snapshot!(refused, @"x: no host in the hostfile has room for a trial (host a is not used: a trial needs 101 B of memory, and the host has 100 B); name other hosts, or set memory to a smaller value");
     }
 
     #[test]
