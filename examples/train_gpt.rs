@@ -579,8 +579,9 @@ fn check_context(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Runs optimizer steps until `args.steps` have been completed; rank 0 reports each of them. With --save, SIGTERM,
-/// SIGINT and SIGHUP end training after a checkpoint.
+/// Runs optimizer steps until `args.steps` have been completed; rank 0 reports each of them. With --save, a signal
+/// (SIGTERM, SIGINT or SIGHUP), the user on the dashboard, or the step in `CANDLE_ZERO_STOP_AT` ends training after a
+/// checkpoint.
 fn train<A: Architecture>(
     engine: &mut Trainer<A>,
     loader: &mut Loader,

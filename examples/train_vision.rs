@@ -212,7 +212,8 @@ fn accuracy(engine: &mut Engine<ResNet>, images: &Images, batch: usize) -> anyho
     let (images_per_rank, dtype) = (images.len().div_ceil(world), engine.dtype());
     let (mut correct, mut counted) = (0.0, 0.0);
     for start in (0..images_per_rank).step_by(batch) {
-        // Every rank has the same number of batches. Images beyond the end are evaluated but not counted.
+        // Every rank has the same number of batches. Positions beyond the end repeat images, which are not counted
+        // again.
         let positions: Vec<usize> =
             (start..images_per_rank.min(start + batch)).map(|position| position * world + rank).collect();
         let numbers: Vec<usize> = positions.iter().map(|position| position % images.len()).collect();

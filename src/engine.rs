@@ -284,8 +284,8 @@ impl<M> Engine<M> {
 
     /// Ends a micro step and, at the accumulation boundary, updates the weights.
     ///
-    /// If a gradient is not finite, the weights stay unchanged and the step counts as skipped (in fp16, and in bf16
-    /// with `check_grad_overflow`).
+    /// If a loss or a gradient is not finite, the weights stay unchanged and the step counts as skipped (in fp16, and
+    /// in bf16 with `check_grad_overflow`).
     ///
     /// # Errors
     /// [`EngineError::OutOfOrder`] without a preceding backward pass or inside `no_sync`;

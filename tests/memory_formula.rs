@@ -1,4 +1,5 @@
-//! The memory of each rank equals the ZeRO formula plus named padding, and the ledger equals the allocated bytes.
+//! The memory of each rank equals the ZeRO formula plus the padding that the report names, and the ledger equals the
+//! allocated bytes.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -231,7 +232,8 @@ fn files_hold_what_the_formula_says_plus_named_padding_and_memory_nothing_of_it(
                         if stage == 3 {
                             assert_eq!(gathered(report), gathered(&in_memory.memory), "{message}");
                         }
-                        // The element sizes of the step's streams; all shares are in one sub-group.
+                        // The element sizes of the kinds of state that a step transfers. All shares are in one
+                        // sub-group.
                         let half = if is_half { 2 } else { 4 };
                         let optimizer =
                             [(offload[0] && is_half, 4), (offload[0], 4), (offload[0], 4), (offload[0], half)];

@@ -85,7 +85,7 @@ const GPT: GptConfig = GptConfig {
     dropout: 0.0,
 };
 
-/// Trains on `world` ranks as threads and returns the bytes of each step.
+/// Trains on `world` ranks that are threads, and returns the bytes of each step.
 fn train(world: usize, stage: u8, bf16: bool, steps: usize) -> Vec<StepBytes> {
     let config = json!({
         "train_micro_batch_size_per_gpu": 2,

@@ -1,4 +1,4 @@
-//! Checkpoints: saved at any stage and number of ranks, loaded at any other.
+//! Checkpoints: saved at any stage and with any number of ranks, loaded at any other stage and with any other number.
 //!
 //! ```text
 //!   DIR/latest                            the tag of the newest checkpoint

@@ -195,7 +195,7 @@ impl SaveJob {
     /// Begins a checkpoint: this rank's share is written, or a thread starts writing it. Collective.
     ///
     /// # Errors
-    /// Fails on all ranks if the tag or folder cannot be used, and if a collective fails.
+    /// Fails on all ranks if a buffer, the tag or the folder cannot be used, and if a collective fails.
     pub fn begin(
         core: Arc<RankCore>,
         trainer: &GroupedOptimizer,

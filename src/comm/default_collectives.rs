@@ -1,4 +1,5 @@
-//! Builds all collectives on one, `gather_bytes`, as defaults for a communicator that has no better implementation.
+//! Builds sums, gathers and barriers on one collective, `gather_bytes`, as defaults for a communicator that has no
+//! better implementation.
 //!
 //! ```text
 //!   launch   fingerprint | elements in the wire format ----> gather_bytes

@@ -23,8 +23,9 @@ use std::time::Duration;
 /// process's engines share the collectives, their counters, and the first error, which ends the job for all of them.
 ///
 /// # Errors
-/// Fails if the shared memory is not this job's, or another process has the same rank. If MPI connects the ranks
-/// ([`RankEnv::mpi`]), also fails if no MPI library is found or MPI fails; with torchrun's variables, also fails if
+/// Fails if the shared memory is not this job's, another process has the same rank, or the system fails. If MPI
+/// connects the ranks ([`RankEnv::mpi`]), also fails if no MPI library is found, the library is not the launcher's, MPI
+/// fails, a host's ranks are not consecutive, or hosts run different programs; with torchrun's variables, also fails if
 /// ranks do not connect within [`RankEnv::timeout`] or disagree about the job.
 pub fn from_env(env: &RankEnv) -> Result<Arc<dyn Communicator>> {
     match env.shm_fd {
@@ -121,9 +122,9 @@ impl CommunicatorHandle {
 }
 
 impl Drop for CommunicatorHandle {
-    /// Finishes launched collectives first because peers depend on them, unless this rank is panicking. The last handle
-    /// also waits until launched messages are sent. An earlier handle must not wait, because a message may depend on
-    /// what this rank does next.
+    /// Unless this rank is panicking, finishes launched collectives first, because peers depend on them. The last
+    /// handle also waits until launched messages are sent. An earlier handle must not wait, because a message may
+    /// depend on what this rank does next.
     fn drop(&mut self) {
         let is_last = self.0.presence().handles().fetch_sub(1, Ordering::Relaxed) == 1;
         if std::thread::panicking() {

@@ -6,13 +6,14 @@
 //! ```
 //!
 //! [`Communicator`] is the engine's interface: rank, size, and collectives on flat buffers, each split into a launch
-//! and a wait. [`SoloCommunicator`] is a world of one rank. [`CpuCommunicator`] serves every other world: ranks as
-//! threads of one process ([`threads`]) over anonymous memory, ranks as processes over a memfd created by `zerorun`
-//! (`shm`) or, if they were started individually, by rank 0 (`rendezvous`), or ranks on several hosts (`mpi`). A
-//! program can provide its own communicator.
+//! and a wait. [`SoloCommunicator`] is a world of one rank. [`CpuCommunicator`] serves every other world: ranks that
+//! are threads of one process ([`threads`]) over memory that only this process can access, ranks that are processes
+//! over a memfd created by `zerorun` (`shm`) or, if they were started individually, by rank 0 (`rendezvous`), or ranks
+//! on several hosts (`mpi`). A program can provide its own communicator.
 //!
-//! Sums run in rank order in f32, whatever the stage, the bucket size or the number of pieces in which a buffer is
-//! sent. Stages 0 to 3 therefore give the same bits.
+//! Sums run in rank order in f32 (with [`WireFormat::BetweenHosts`], in rank order within each host and then in host
+//! order), whatever the stage, the bucket size or the number of pieces in which a buffer is sent. Stages 0 to 3
+//! therefore give the same bits.
 //!
 //! Elements are sent unchanged, as small integers with a scale per block (everywhere or only between hosts), or,
 //! between hosts, as bf16 or f16: see [`WireFormat`].
@@ -86,16 +87,18 @@ use std::time::Duration;
 /// The rank of this process in the job, and its collectives with the other ranks.
 ///
 /// Every method that exchanges data, except [`send`](Self::send) and [`receive`](Self::receive), is collective: all
-/// ranks call the same methods, in the same order, with the same element counts and dtypes. This is checked; ranks that
-/// diverge receive an error that shows both sides. `tag` identifies the content (for example a hash of the parameters
-/// in a bucket) and is checked too.
+/// ranks call the same methods, in the same order, with the same dtypes and element counts (with matching counts in
+/// [`all_to_all`](Self::all_to_all)). This is checked; ranks that diverge receive an error that shows both sides. `tag`
+/// identifies the content (for example a hash of the parameters in a bucket) and is checked too.
 ///
 /// # Implementing a communicator
 /// Four methods are enough: [`rank`](Self::rank), [`size`](Self::size), [`gather_bytes`](Self::gather_bytes) and
-/// [`abort`](Self::abort). All other collectives are built on these, with the same bits as over shared memory. Override
-/// those that your network can implement more efficiently; of the sums and gathers, override the methods whose names
-/// end in `_as`, which the others call. Collectives run in the order in which they are launched, while results may be
-/// waited for in any order: a separate thread that runs one collective after another works well.
+/// [`abort`](Self::abort). The sums, the gathers and the barrier are built on these, with the same bits as over shared
+/// memory; only pipelines and groups of ranks also need [`send`](Self::send), [`receive`](Self::receive) and
+/// [`group`](Self::group). Override those methods that your network can implement more efficiently; of the sums and
+/// gathers, override the methods whose names end in `_as`, which the others call. Collectives run in the order in which
+/// they are launched, while results may be waited for in any order: a separate thread that runs one collective after
+/// another works well.
 ///
 /// ```
 /// use candle_zero::comm::{Communicator, Pending};
@@ -104,7 +107,7 @@ use std::time::Duration;
 ///
 /// type Message = Vec<u8>;
 ///
-/// /// Ranks as threads that send each other messages.
+/// /// Ranks that are threads and send each other messages.
 /// struct Channels {
 ///     rank: usize,
 ///     size: usize,
@@ -212,8 +215,8 @@ pub trait Communicator: Send + Sync {
     }
 
     /// Concatenates the `shard`s of the ranks of this rank's group, in rank order. Groups consist of `ranks`
-    /// consecutive ranks each, starting at rank 0, and all groups gather at the same time. A group on one host needs
-    /// nothing from other hosts.
+    /// consecutive ranks each, starting at rank 0, and all groups gather at the same time. Nothing needs to be sent
+    /// between hosts if each group is on one host.
     fn all_gather_within(&self, ranks: usize, shard: Flat, tag: u64) -> Pending<Flat> {
         self.all_gather_within_as(WireFormat::Exact, ranks, shard, tag)
     }

@@ -96,7 +96,7 @@ struct RankVariable {
     value: usize,
 }
 
-/// The values of one row of the table.
+/// The values of one row of the table in the documentation of this module.
 struct RankNumbers {
     rank: RankVariable,
     world: RankVariable,

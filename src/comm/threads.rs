@@ -1,4 +1,4 @@
-//! Ranks as threads of one process, for tests, doc examples and small experiments.
+//! Ranks that are threads of one process, for tests, doc examples and small experiments.
 
 use super::shm::region::SharedMemoryRegion;
 use super::{Communicator, CpuCommunicator};

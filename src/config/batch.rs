@@ -36,7 +36,7 @@ impl BatchConfig {
     }
 }
 
-/// Resolves the three batch keys. Problems are added to the walk.
+/// Resolves the three batch keys. Problems are added to `walk`.
 pub(super) fn resolve(walk: &mut ConfigWalk<'_>, world_size: usize) -> Option<BatchConfig> {
     let mut given = BATCH_KEYS.map(|key| walk.int(key));
     let is_auto = BATCH_KEYS.map(|key| walk.autos.iter().any(|auto| auto == key));

@@ -81,7 +81,8 @@ pub enum ConfigError {
         /// The number of ranks.
         world_size: usize,
     },
-    /// A script was started without its configuration.
+    /// The arguments of a script do not give its configuration: `--ds_config` is missing, has no file, or is given
+    /// twice.
     #[error("{problem}; run: {program} --ds_config FILE")]
     Argument {
         /// The problem with the arguments.

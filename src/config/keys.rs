@@ -1,7 +1,8 @@
-//! The single table of DeepSpeed's keys: path, type, default, meaning and treatment.
+//! The single table of configuration keys, those of DeepSpeed and those specific to candle-zero: path, type, default,
+//! meaning and treatment.
 //!
 //! Everything else reads it: the walk over a file, the suggestions for a misspelt key, the printed configuration and
-//! docs/config.md. The defaults are those in the source of DeepSpeed 0.19.8.
+//! docs/config.md. The defaults of DeepSpeed's keys are those in the source of DeepSpeed 0.19.8.
 
 mod key;
 mod optim;

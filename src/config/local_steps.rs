@@ -4,7 +4,8 @@ use super::ConfigRule;
 use super::walk::ConfigWalk;
 use serde_json::Value;
 
-/// The variable with the address of the island server. It replaces `local_steps.server`.
+/// The environment variable with the address of the island server. Its value takes precedence over
+/// `local_steps.server`.
 pub(crate) const ISLAND_SERVER: &str = "CANDLE_ZERO_ISLAND_SERVER";
 
 /// The `local_steps` section.
@@ -15,8 +16,8 @@ pub struct LocalStepsConfig {
     pub steps: u64,
     /// `islands`: the number of islands or, with a server, of slots for islands; `None`: one per host.
     pub islands: Option<usize>,
-    /// `server`, or the variable `CANDLE_ZERO_ISLAND_SERVER`: the address of the island server; `None`: the islands are
-    /// parts of one job.
+    /// `server`, or the environment variable `CANDLE_ZERO_ISLAND_SERVER`: the address of the island server; `None`: the
+    /// islands are parts of one job.
     pub server: Option<String>,
     /// `min_islands`: with a server, the number of islands that must have begun before the first exchange; `None`: all.
     pub min_islands: Option<usize>,

@@ -37,8 +37,8 @@ pub struct Monitoring {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RunRecordConfig {
-    /// `enabled` (true if absent from the section): keep a record of the run. False switches off a
-    /// record that the program requests.
+    /// `enabled` (true if absent from the section): keep a record of the run. False switches off a record that the
+    /// program requests.
     pub enabled: bool,
     /// `name`: the name of the run; `None`: the one that the program gives.
     pub name: Option<String>,

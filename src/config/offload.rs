@@ -27,7 +27,7 @@ impl OffloadSectionSpec {
         format!("{}.{key}", self.path)
     }
 
-    /// Returns `device` and its folder, or `None` if nothing is offloaded.
+    /// Returns `device` and its folder, or `None` if nothing is offloaded or there is a problem.
     fn resolve_target(&self, walk: &mut ConfigWalk<'_>, stage: ZeroStage) -> Option<OffloadTo> {
         let nvme = match walk.str(&self.join("device"))? {
             "cpu" => false,
@@ -136,8 +136,8 @@ pub(super) fn optimizer(
 }
 
 /// Returns the number of updates before the first delayed one; `None` if no update is delayed. `delayed_update` and
-/// `delayed_update_after` have no defaults in the table, because a configuration may be printed for DeepSpeed, which
-/// has neither key.
+/// `delayed_update_after` have no defaults in the table of keys, because a configuration may be printed for DeepSpeed,
+/// which has neither key.
 fn delayed_update_after(walk: &ConfigWalk<'_>) -> Option<u64> {
     let given = |key: &str| walk.get(&OPTIMIZER.join(key));
     let is_delayed = given("delayed_update").and_then(Value::as_bool).unwrap_or(false);

@@ -22,8 +22,8 @@ pub fn json_schema() -> Value {
     root
 }
 
-/// Returns the name of a section's definition. The name for a table of parameters ends in the
-/// table's first type.
+/// Returns the name of a section's definition. For a table of parameters, the name ends in the first of the types that
+/// the table describes.
 fn name(section: &ConfigSection) -> String {
     match section.types.first() {
         Some(type_name) => format!("{}.{type_name}", section.path),

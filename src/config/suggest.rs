@@ -31,8 +31,8 @@ const OTHER_NAMES: [(&str, &str); 16] = [
     ("per_device_train_batch_size", "train_micro_batch_size_per_gpu"),
 ];
 
-/// Keys of other schedules that WarmupCosineLR does not have, and what to do instead. Its rates are fractions of the
-/// optimizer's rate.
+/// Keys of other schedules that WarmupCosineLR does not have, and what to do instead. The rates of WarmupCosineLR are
+/// fractions of the optimizer's rate.
 const RATES_OF_OTHER_SCHEDULES: [(&str, &str); 2] = [
     (
         "warmup_max_lr",
@@ -86,7 +86,7 @@ pub(crate) fn advice(section: &ConfigSection, name: &str) -> (ConfigRule, String
 fn best<'a>(
     candidates: impl Iterator<Item = (&'a ConfigSection, &'a str, f64)>,
 ) -> Option<(&'a ConfigSection, &'a str, f64)> {
-    // Of equally similar names, the first wins: the table lists the important ones first.
+    // Of equally similar names, the first wins: the table of keys lists the important ones first.
     candidates.reduce(|best, next| if next.2 > best.2 { next } else { best })
 }
 

@@ -1,4 +1,4 @@
-//! Walks over a file with the table of keys, and collects values, problems and notes.
+//! Walks over the values of a file, compares them with the table of keys, and collects values, problems and notes.
 
 use super::json_node::{JsonEntry, JsonValue};
 use super::keys::{self, ConfigKey, ConfigSection, ConfigValueKind, KeyStatus, join};
@@ -17,7 +17,7 @@ pub(crate) struct ConfigWalk<'a> {
     pub tree: Map<String, Value>,
     /// The path and position of each key in the file.
     pub given: HashMap<String, Option<TextPosition>>,
-    /// The parameters of the optimizer and the schedule, whose tables depend on their types.
+    /// The parameters of the optimizer and the schedule, whose tables of keys depend on their types.
     pub params: HashMap<String, &'a [JsonEntry]>,
     /// The batch keys whose value is `"auto"`.
     pub autos: Vec<String>,
@@ -223,7 +223,8 @@ impl<'a> ConfigWalk<'a> {
         }
     }
 
-    /// Reads `zero_optimization: true` as stage 1 with `allgather_size` as its bucket size, and `false` as stage 0.
+    /// Reads `zero_optimization: true` as stage 1 with `allgather_size` as its `allgather_bucket_size`, and `false` as
+    /// stage 0.
     fn bare_zero(&mut self, entries: &[JsonEntry]) {
         let find = |name: &str| entries.iter().find(|entry| entry.key == name);
         let bare = match find("zero_optimization").map(|entry| &entry.node.value) {

@@ -1,10 +1,10 @@
 //! Attention on a GPU, forward and backward in tiles: launches of kernels/attention_*.cu.
 //!
 //! ```text
-//!   forward    attention_forward ------------------------------> result, log-sum-exp     a block for each (tile of queries, head)
+//!   forward    attention_forward ------------------> result, log-sum-exp     a block for each (tile of queries, head)
 //!   backward   attention_along -> sums of result x gradient
-//!              attention_backward_queries ---------------------> dq                      a block for each (tile of queries, head)
-//!              attention_backward_keys ------------------------> dk, dv                  a block for each (tile of keys, key head)
+//!              attention_backward_queries ---------> dq                      a block for each (tile of queries, head)
+//!              attention_backward_keys ------------> dk, dv                  a block for each (tile of keys, key head)
 //! ```
 //!
 //! Sums and softmax are in f32. Products of f32 elements are also in f32. Products of 16-bit elements use tensor cores,

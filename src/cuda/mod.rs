@@ -7,8 +7,8 @@
 //!
 //! | file | contents | kernels |
 //! | --- | --- | --- |
-//! | `kernel_module.rs`, `kernel_launch.rs` | kernels by name, their arguments and threads | |
-//! | `tensor_storage.rs` | tensor memory: allocation of results, access to elements | `element_types.cuh`: f32, bf16, f16 |
+//! | `kernel_module.rs`, `kernel_launch.rs` | kernels by name, their arguments and threads | `vectorized_access.cuh` |
+//! | `tensor_storage.rs` | tensor memory: allocation of results, access to elements | `element_types.cuh` |
 //! | `flat_view.rs` | views of elements | |
 //! | `device_flat.rs`, `array_ops.rs` | flat buffers; casts, sums and products | `array_ops.cu` |
 //! | `copy_queue.rs` | concurrent copies between GPU and host | |

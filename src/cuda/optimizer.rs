@@ -91,7 +91,7 @@ impl<'a> MultiTensorStep<'a> {
     /// step is fastest if all arrays start at a multiple of four elements.
     ///
     /// # Safety
-    /// Until [`run`](Self::run) returns, the memory of these elements stays valid, no other step writes them, and any
+    /// Until [`run`](Self::run) returns, the memory of the arrays stays valid, no other step writes to it, and any
     /// other use of it is ordered by Candle's stream.
     ///
     /// # Errors

@@ -22,8 +22,8 @@ pub enum EngineError {
         /// The point at which it was called, such as "before backward".
         when: &'static str,
     },
-    /// A call that is not possible in the middle of an accumulation: checkpoints do not contain gradients, and batch
-    /// sizes cannot change then.
+    /// A call that is not possible in the middle of an accumulation: for example, checkpoints do not contain gradients,
+    /// and batch sizes cannot change then.
     #[error(
         "{call} was called in the middle of an accumulation: after backward {backwards} of {accumulation_steps}, \
          before the step that updates the weights; the accumulated gradients would be lost; call {call} when \
@@ -37,7 +37,7 @@ pub enum EngineError {
         /// The number of micro steps of this accumulation.
         accumulation_steps: u64,
     },
-    /// The environment variable with the last step of a job is not a number.
+    /// The environment variable that sets the number of optimizer steps after which a job pauses is not a number.
     #[error(
         "environment variable CANDLE_ZERO_STOP_AT is `{found}`; give the number of optimizer steps after which the job \
          pauses, or unset it"

@@ -39,7 +39,7 @@ const PERTURBATION_GROWTH: f64 = 8.0;
 const MAX_PERTURBATION: f64 = 0.3;
 /// The factor by which a sufficiently large change exceeds the possible rounding error.
 const MIN_CHANGE_TO_ROUNDING: f64 = 8000.0;
-/// The number of steps with non-finite gradients after which a check is abandoned.
+/// The number of steps with a non-finite loss or gradient after which a check is abandoned.
 const MAX_NONFINITE_STEPS: u32 = 64;
 
 /// A forward pass that a check repeats.
@@ -358,8 +358,8 @@ impl<M> Engine<M> {
         self.check.phase = CheckPhase::Measured(outputs, compared, factor);
     }
 
-    /// Collective: compares the measurements of all ranks. If `overflow` is set, a gradient is not finite, and nothing
-    /// can be compared in this step.
+    /// Collective: compares the measurements of all ranks. If `overflow` is set, a loss or a gradient is not finite,
+    /// and nothing can be compared in this step.
     pub(super) fn judge_gradients(&mut self, overflow: bool) -> Result<()> {
         if overflow && matches!(self.check.phase, CheckPhase::Measured(..)) && self.check.tries < MAX_NONFINITE_STEPS {
             self.check.phase = CheckPhase::Armed;

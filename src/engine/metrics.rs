@@ -10,7 +10,7 @@ use crate::profiler::StepTimings;
 use candle_core::{DType, Device};
 
 impl<M> Engine<M> {
-    /// Returns the number of samples that all ranks together have trained on.
+    /// Returns the number of samples that all ranks together have processed, including those of skipped steps.
     pub fn global_samples(&self) -> u64 {
         self.global_samples
     }
@@ -171,7 +171,8 @@ impl<M> Engine<M> {
         self.core.dtype()
     }
 
-    /// Returns the model. Its parameters may be used only inside [`forward`](Self::forward) and [`eval`](Self::eval).
+    /// Returns the model. Its parameters may be used only inside [`forward`](Self::forward), [`eval`](Self::eval) and
+    /// [`gathered`](Self::gathered).
     pub fn model(&self) -> &M {
         &self.model
     }

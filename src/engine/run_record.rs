@@ -31,9 +31,9 @@ impl<M> Engine<M> {
         self.reporter.run.write(|open| open.writer.sample(step, prompt, text));
     }
 
-    /// Records how often the routers of a mixture chose each expert in the current step, on all ranks together. The
-    /// record keeps only the newest loads, which the dashboard shows. Without a record, and on ranks other than 0, this
-    /// call does nothing.
+    /// Records how often the routers of a mixture of experts chose each expert in the current step, on all ranks
+    /// together. The record keeps only the newest loads, which the dashboard shows. Without a record, and on ranks
+    /// other than 0, this call does nothing.
     pub fn record_expert_loads(&mut self, loads: &[ExpertLoad]) {
         let step = self.global_steps;
         let block = |load: &ExpertLoad| BlockLoads { block: load.block, choices: load.choices.clone() };

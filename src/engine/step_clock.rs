@@ -35,7 +35,7 @@ pub(super) struct StepClock {
     pub step: Duration,
     /// The seconds spent waiting for collectives in the backward pass.
     pub backward_wait: f64,
-    /// The seconds spent waiting for collectives and files up to the last boundary.
+    /// The seconds spent waiting for collectives and files up to the end of the last optimizer step.
     waited: WaitSeconds,
     pub last: StepTimings,
     pub last_backward_wait_ms: f64,

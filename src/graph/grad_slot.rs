@@ -85,7 +85,7 @@ impl Grad {
         }
     }
 
-    /// Returns the gradient as a tensor of `shape` on `device`.
+    /// Returns the gradient as a tensor of `shape`. A flat buffer is moved to `device`; a tensor stays on its device.
     pub fn into_tensor(self, shape: &Shape, device: &Device) -> Result<Tensor> {
         match self {
             Self::Shared(tensor) | Self::OnDevice(tensor) => tensor.reshape(shape),

@@ -11,7 +11,7 @@ use crate::util::counted;
 use std::io::{self, Read, Write};
 use std::sync::Arc;
 
-/// The number of bytes by which a body grows while it arrives.
+/// The maximum number of bytes by which a body grows at a time while it arrives.
 const GROWTH: u64 = 1 << 20;
 
 /// The kind of a frame. The numbers are part of the protocol.

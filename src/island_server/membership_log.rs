@@ -105,7 +105,7 @@ impl Replay {
     ///
     /// # Errors
     /// [`IslandError::Record`] for a file that cannot be read or contains no exchange, and for a line that cannot be
-    /// read or does not fit the lines before it.
+    /// read, has a different format version, or does not fit the lines before it.
     pub fn read(path: &Path) -> Result<Self> {
         let invalid = |why: String| IslandError::Record { path: path.to_owned(), why };
         let text = crate::files::read_text(path, MAX_RECORD_BYTES)

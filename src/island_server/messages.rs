@@ -88,7 +88,7 @@ pub(crate) struct RunShape {
 }
 
 impl RunShape {
-    /// Returns the name of the first property in which another island differs.
+    /// Returns the name of the first property in which another island differs, with both values if they are numbers.
     pub fn difference(&self, other: &Self) -> Option<String> {
         let numbers = [
             ("numbers of islands (local_steps.islands)", self.slots, other.slots),

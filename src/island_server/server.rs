@@ -344,7 +344,7 @@ fn drain(reader: &mut impl Read) {
     }
 }
 
-/// Reads the first word and the version.
+/// Reads the first bytes of a connection, [`MAGIC`] and the version, and checks both.
 fn read_preamble(reader: &mut impl Read) -> std::result::Result<(), String> {
     let mut preamble = [0; 12];
     reader.read_exact(&mut preamble).map_err(|error| format!("{NOT_AN_ISLAND}: {error}"))?;

@@ -6,8 +6,8 @@
 //!
 //! Column t of the patches holds the input elements that output t depends on. The backward pass adds the gradients of
 //! patches to those of the elements that the patches were copied from. In a transposed convolution, the forward pass
-//! and the input's gradient trade places. Everything is in f32. Inputs and outputs have the shape `[batch, groups * c,
-//! length]`, weights `[groups * c_out, c_in, kernel]`.
+//! and the input's gradient trade places. Everything is in f32, except that [`channel_sums`] adds in f64. Inputs and
+//! outputs have the shape `[batch, groups * c, length]`, weights `[groups * c_out, c_in, kernel]`.
 
 use super::gemm::{Epilogue, Matrix, MatrixMut, gemm};
 use super::parallel::{ParallelChunks, for_each_part};

@@ -20,7 +20,8 @@ pub(crate) fn get<E: Element>(x: E) -> f32 {
     }
 }
 
-/// Returns the nearest element, rounding ties to even. For f16, see [`get`].
+/// Returns the nearest element, rounding ties to even. The conversion to one f16 takes many instructions; for rows of
+/// f16, use [`narrow`].
 #[inline(always)]
 pub(crate) fn put<E: Element>(x: f32) -> E {
     match E::KIND {

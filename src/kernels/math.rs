@@ -1,12 +1,11 @@
 //! Exponential and activation functions of one f32, computed with a few multiplications and additions. Loops over them
 //! vectorize, unlike calls to the C library's functions for each element.
 //!
-//! They use no fused multiply-add and no table: every machine and every vector width produces the same bits.
+//! These functions use no fused multiply-add and no table: every machine and every vector width produces the same bits.
 
 use std::f64::consts::{LN_2, LOG2_E};
 
-/// ln(2) in two parts. The first has so few significant bits that its product with an exponent is
-/// exact.
+/// ln(2) in two parts. The first has so few significant bits that its product with an exponent is exact.
 const LN_2_HIGH: f32 = 0.693_359_4;
 const LN_2_LOW: f32 = -2.121_944_4e-4;
 /// Adding 1.5 x 2^23 rounds to an integer, which is then in the low bits.
@@ -62,7 +61,7 @@ fn power_of_2(shifted: f32) -> f32 {
     f32::from_bits(shifted.to_bits() << 23)
 }
 
-/// The bound to which arguments of the hyperbolic tangent are clamped. Beyond it, the tangent differs from 1 or -1 by
+/// The bound to which arguments of the hyperbolic tangent are clamped. Beyond it, the function differs from 1 or -1 by
 /// less than 3e-7.
 pub(crate) const TANH_BOUND: f32 = 7.905_311;
 /// tanh(x) is x p(x^2) / q(x^2): the coefficients of p ([`TANH_ABOVE`]) and of q ([`TANH_BELOW`]), highest
@@ -195,7 +194,7 @@ pub(crate) fn gated_by_odds(x: f32, t: f32) -> f32 {
 /// Returns the derivative of [`gelu_tanh`].
 #[inline(always)]
 pub fn gelu_tanh_slope(x: f32) -> f32 {
-    // Beyond these bounds, the derivative is 0 or 1, and the square below stays finite. NaN passes through.
+    // Beyond these bounds, the derivative is 0 or 1. Within them, the square below is finite. NaN passes through.
     let x = if x < -100.0 { -100.0 } else { x };
     let x = if x > 100.0 { 100.0 } else { x };
     let inner = 2.0 * GELU_SCALE + 6.0 * GELU_SCALE * GELU_CUBIC * (x * x);

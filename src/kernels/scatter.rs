@@ -14,7 +14,7 @@ pub struct ScatterIndices {
     pub flat_indices: Vec<usize>,
 }
 
-/// The number of elements of the result that one task owns.
+/// The minimum number of elements of the result per task, unless the result has fewer.
 const ELEMENTS_PER_TASK: usize = 1 << 14;
 
 impl ScatterIndices {

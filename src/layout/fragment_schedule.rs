@@ -50,7 +50,8 @@ impl FragmentSchedule {
     /// Returns the fragment that is sent after step `step` (counted from 1), if there is one.
     pub fn sent_after(self, step: u64) -> Option<usize> {
         let step_in_window = step.checked_sub(1)? % self.steps + 1;
-        // The first fragment whose turn in the window comes after this step or a later one.
+        // A window is `steps` steps, in which each fragment is sent once. This is the first fragment that is sent after
+        // this step of the window or a later one.
         let fragment = (u128::from(step_in_window) * u128::from(self.fragments)).div_ceil(u128::from(self.steps)) - 1;
         let turn = (fragment + 1) * u128::from(self.steps) / u128::from(self.fragments);
         (turn == u128::from(step_in_window)).then(|| usize::try_from(fragment).unwrap_or(usize::MAX))

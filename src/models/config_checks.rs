@@ -1,4 +1,4 @@
-//! Helpers shared by the models' configurations: presets by name, and errors.
+//! Helpers shared by the models' configurations: presets by name, limits, checks and errors.
 
 use crate::error::{Error, ModelError, Result};
 use std::fmt::Display;
@@ -37,8 +37,8 @@ const MAX_PARAMETERS: u128 = 1 << 50;
 /// The largest number of positions; above it, f32 cannot represent every position exactly.
 pub(super) const MAX_POSITIONS: usize = 1 << 24;
 
-/// The maximum number of elements of a head. The table for rotary positions grows with this number, and is computed
-/// before the weights show whether the number is right.
+/// The maximum number of elements of a head. The table for rotary positions grows with the size of a head, and is
+/// computed before the weights show whether that size is right.
 pub(super) const MAX_HEAD_DIM: usize = 1 << 14;
 
 /// The maximum number of blocks of a model.

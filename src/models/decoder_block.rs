@@ -47,7 +47,7 @@ pub(super) struct BlockContext<'a> {
 }
 
 impl DecoderBlock {
-    /// Builds a block of `config` with the settings in `block` and the tables in `rotary`. Initial weights of
+    /// Builds a block of `config` with the settings in `block`. `rotary` rotates queries and keys. Initial weights of
     /// projections onto the residual stream are smaller by a factor of sqrt(2 num_hidden_layers).
     pub(super) fn new(
         config: &DecoderConfig,

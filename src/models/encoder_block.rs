@@ -97,7 +97,7 @@ impl EncoderBlockParameterNames {
 }
 
 impl EncoderBlock {
-    /// Builds block number `number` of `config`. `rotary` holds the tables of rotary positions.
+    /// Builds block number `number` of `config`. `rotary` rotates queries and keys.
     pub(super) fn new(
         config: &EncoderConfig,
         number: usize,

@@ -2,7 +2,7 @@
 
 use super::{DecoderLayers, GptConfig, LanguageModel};
 
-/// GPT-2: learned positions, layer norms before attention and MLP, and the output projection tied to the token
+/// GPT-2: learned positions, layer norms before attention and the MLP, and the output projection tied to the token
 /// embedding.
 ///
 /// Parameters, in this order: `wte.weight` `[vocab, n_embd]` and `wpe.weight` `[ctx, n_embd]`; for each block N, with

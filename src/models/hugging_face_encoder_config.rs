@@ -64,7 +64,7 @@ impl EncoderConfig {
     /// Reads the shape from the parsed content of a `config.json`.
     ///
     /// # Errors
-    /// The errors of [`EncoderConfig::read`].
+    /// The errors of [`EncoderConfig::read`], except that no file is read.
     pub fn from_hugging_face(config: &Value) -> Result<Self> {
         Self::from_parsed(config, Path::new("config.json"))
     }
@@ -124,7 +124,7 @@ fn distilbert_key(key: &'static str) -> &'static str {
 /// Returns the class names from `content`, the parsed `config.json` at `file`. The model may be of any kind.
 ///
 /// # Errors
-/// Names that are not numbered from 0, or an invalid `num_labels`.
+/// Names whose numbers do not start at 0 or have gaps, or an invalid `num_labels`.
 #[doc(hidden)]
 pub fn class_names(content: &Value, file: &Path) -> Result<Vec<String>> {
     let empty = Map::new();

@@ -32,7 +32,7 @@ pub enum RotaryScaling {
         factor: f64,
     },
     /// Low frequencies are reduced, and high ones are unchanged. The bounds between them are given as numbers of turns
-    /// in the original context.
+    /// (full rotations) in the original context.
     Llama3(Llama3RopeScaling),
     /// Low frequencies are reduced, and high ones are unchanged. Attention scores grow.
     Yarn(YarnScaling),

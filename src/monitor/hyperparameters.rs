@@ -26,7 +26,7 @@ const ALWAYS_LISTED: [&str; 8] = [
     "train_micro_batch_size_per_gpu",
     "zero_optimization.stage",
 ];
-/// Keys of the configuration that control only output. They are not listed.
+/// Top-level keys of the configuration that control only output or the search of `zerorun tune`. They are not listed.
 const OUTPUT_KEYS: [&str; 14] = [
     "autotuning",
     "comet",

@@ -41,7 +41,8 @@ impl Prometheus {
     /// Listens on a port; 0 selects a free one. The address is printed.
     ///
     /// # Errors
-    /// [`MonitorError::PrometheusPort`] if the port is taken or not allowed.
+    /// [`MonitorError::PrometheusPort`] if the port is taken or not allowed, or if the monitor's thread cannot be
+    /// started.
     pub fn listen(port: u16) -> Result<Self> {
         let error = |source| Error::from(MonitorError::PrometheusPort { port, source });
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).map_err(error)?;

@@ -135,7 +135,7 @@ mod tests {
     use super::super::{RunDescription, RunEnding};
     use super::*;
 
-    /// Computes CRC-32C by polynomial division, bit by bit from the highest power: without a table, and without
+    /// Computes CRC-32C by polynomial division, bit by bit from the highest power: without a lookup table, and without
     /// reversing anything but the bits of each byte and of the result.
     fn crc_by_division(bytes: &[u8]) -> u32 {
         const DIVISOR: u64 = 0x1_1EDC_6F41;

@@ -84,7 +84,7 @@ fn apply(name: &'static str, x: &Tensor, function: Activation) -> Result<Tensor>
 /// Computes silu(gate) * up, elementwise, in f32 and rounded once (Shazeer 2020): the gated activation of Llama's MLP.
 ///
 /// # Errors
-/// Tensors of different shapes.
+/// Tensors of different shapes or, on the CPU, of different dtypes.
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     gated("swiglu", Activation::Silu, gate, up, composed::swiglu)
 }
@@ -93,7 +93,7 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 /// MLP.
 ///
 /// # Errors
-/// Tensors of different shapes.
+/// Tensors of different shapes or, on the CPU, of different dtypes.
 pub fn gelu_gated(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     gated("gelu_gated", Activation::GeluTanh, gate, up, composed::gelu_gated)
 }
@@ -102,7 +102,7 @@ pub fn gelu_gated(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 /// ModernBERT's MLP.
 ///
 /// # Errors
-/// Tensors of different shapes.
+/// Tensors of different shapes or, on the CPU, of different dtypes.
 pub fn exact_gelu_gated(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     gated("exact_gelu_gated", Activation::Gelu, gate, up, composed::exact_gelu_gated)
 }

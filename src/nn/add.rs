@@ -13,7 +13,7 @@ use candle_core::{Result, Tensor, bail};
 /// linear layer to a residual stream, prefer [`crate::nn::linear_with_epilogue`], which needs no separate pass.
 ///
 /// # Errors
-/// Tensors of different shapes.
+/// Tensors of different shapes or dtypes.
 pub fn add(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     const NAME: &str = "add";
     if a.shape() != b.shape() {

@@ -13,7 +13,7 @@ pub struct AttentionOptions {
     /// The soft cap c of scores: they are mapped to c tanh(score / c) (Gemma 2).
     pub soft_cap: Option<f64>,
     /// The window: the query at position q sees the keys k with q - window < k <= q, that is, at most as many keys as
-    /// the window is long, including the key at q. Without a window, it sees all keys up to the one at q.
+    /// the window is long, including the key at q. Without a window, the query sees all keys up to the one at q.
     pub window: Option<usize>,
     /// Whether a query also sees later positions: all positions of its sequence, or, with a window, the keys k with
     /// |q - k| < window (ModernBERT's local attention).

@@ -1,7 +1,8 @@
 //! Matrix products of an f32 model in a lower-precision format, like PyTorch's autocast (DeepSpeed's `torch_autocast`).
 //!
-//! Parameters, activations and gradients are f32. A linear layer rounds its input and its weight to the lower format,
-//! multiplies them, and widens the result. Everything else is computed in f32 as usual.
+//! Parameters, activations and gradients are f32. A linear layer rounds its input, its weight and its bias to the lower
+//! format, computes the product with the bias in that format, and widens the result. Everything else is computed in f32
+//! as usual.
 
 use super::linear_product::LinearSizes;
 use super::{LinearEpilogue, WeightLayout, composed, f32_weight_linear};

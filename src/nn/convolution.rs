@@ -1,4 +1,4 @@
-//! Convolution along one axis and its transpose, with the names and settings of candle-nn.
+//! Convolution along one axis, and the transpose of this operation, with the names and settings of candle-nn.
 
 use super::composed;
 use super::in_f32::{deliver, has_kernels, narrowed, with_f32, with_grad};

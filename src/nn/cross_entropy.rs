@@ -27,8 +27,8 @@ use std::sync::Mutex;
 /// rounded once to the logits' dtype.
 ///
 /// # Errors
-/// Shapes that do not match, no rows that count, or a target that is not a class. The message names the target, its
-/// position and the number of classes.
+/// Shapes that do not match, no rows that count, or a target that is not a class, with a message that names the target,
+/// its position and the number of classes.
 pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     cross_entropy_with(logits, targets, LossOptions::default())
 }

@@ -1,6 +1,7 @@
 //! The frequencies of rotary positions, following the rules of Hugging Face's configurations.
 //!
-//! From one position to the next, pair i of a head is rotated by frequency i, in radians.
+//! From one position to the next, pair i of a head is rotated by frequency i, in radians. A turn is a full rotation, so
+//! that in a context of n positions, frequency f makes n f / (2 pi) turns.
 
 use crate::error::ModelError;
 use crate::nn::refuse;
@@ -38,9 +39,9 @@ pub fn linear(frequencies: &[f64], factor: f64) -> Result<Vec<f64>> {
 pub struct Llama3RopeScaling {
     /// The divisor of the lowest frequencies.
     pub factor: f64,
-    /// The low threshold: frequencies with fewer turns in the original context are divided by `factor`.
+    /// The low threshold: frequencies that make fewer turns in the original context are divided by `factor`.
     pub low_freq_factor: f64,
-    /// The high threshold: frequencies with more turns in the original context are unchanged. Those between the
+    /// The high threshold: frequencies that make more turns in the original context are unchanged. Those between the
     /// thresholds are interpolated.
     pub high_freq_factor: f64,
     /// The context length in tokens before it was extended.
@@ -113,8 +114,8 @@ pub fn yarn(width: usize, theta: f64, scaling: &YarnRopeScaling) -> Result<Vec<f
     Ok(plain.iter().enumerate().map(scaled).collect())
 }
 
-/// Returns the frequencies for an input of `length` positions (rope type "dynamic", NTK-aware scaling): the base grows
-/// with the length once the length exceeds `max_position_embeddings`.
+/// Returns the frequencies for an input of `length` positions (rope type "dynamic", NTK-aware scaling): the base, which
+/// is otherwise `theta`, grows with the length once the length exceeds `max_position_embeddings`.
 ///
 /// # Errors
 /// A width that is odd or at most 2, or numbers that are not finite or not above 0.

@@ -104,7 +104,8 @@ impl KeyValueCache {
         host.chain(device).sum()
     }
 
-    /// Makes the next allocation large enough for this total number of positions, or for the limit if that is less.
+    /// Makes the next allocation on the CPU large enough for this total number of positions, or for the limit if that
+    /// is less.
     pub fn reserve(&mut self, positions: usize) {
         self.reserved = positions;
     }

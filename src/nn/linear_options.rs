@@ -13,7 +13,8 @@ pub enum WeightLayout {
     InOut,
 }
 
-/// The operations that are applied to a linear layer's result in the same pass over memory; none by default.
+/// The operations that are applied to a linear layer's result, in the same pass over memory if possible; none by
+/// default.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct LinearEpilogue<'a> {
     /// The activation that is applied to the result.

@@ -65,8 +65,8 @@ const NAME: &str = "linear (adapter)";
 /// The number of rows that are widened, or to which dropout is applied, at a time.
 const ROWS: usize = 256;
 
-/// Computes [`linear_with_epilogue`](super::linear_with_epilogue) with an adapter. The residual is added in the same
-/// pass; an activation takes a separate pass.
+/// Computes [`linear_with_epilogue`](super::linear_with_epilogue) with an adapter. In the fused operation, a residual
+/// without an activation is added in the same pass; with an activation, the epilogue takes separate passes.
 pub(super) fn linear_with_epilogue(
     x: &Tensor,
     weight: &Tensor,
@@ -164,7 +164,8 @@ struct AdaptedSizes {
 }
 
 impl AdaptedSizes {
-    /// Calls `look` with the rows of x in f32 after dropout, a block of rows at a time.
+    /// Calls `look` with the rows of x in f32 after dropout: all together if they are already f32 and there is no
+    /// dropout, otherwise a block at a time.
     fn dropped<E: TensorElement>(&self, x: &[E], mut look: impl FnMut(Range<usize>, &[f32])) {
         let LinearSizes { rows, inputs, .. } = self.sizes;
         let Some(mask) = self.mask else { return in_f32(x, rows, inputs, look) };

@@ -66,7 +66,7 @@ pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     })
 }
 
-/// The sizes `m`, `k` and `n`, and for each matrix of the result, the index of the matrix in each operand.
+/// The sizes `m`, `k` and `n`, and, for each matrix of the result, the index of its factor in each operand.
 struct MatmulSizes {
     m: usize,
     k: usize,

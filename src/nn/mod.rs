@@ -10,7 +10,7 @@
 //!
 //! Others have a backward pass that fails or is wrong, always or for some settings: `conv1d`, `conv_transpose1d`,
 //! pooling, upsampling, `scatter`, `scatter_add`, and `matmul` of some views. The versions in this module are correct,
-//! with the same names and settings (docs/vision.md has the table).
+//! with the same names and settings (docs/vision.md lists them).
 //!
 //! In candle-nn, `Linear`, `Embedding`, `ops::{softmax, log_softmax, layer_norm_slow, rms_norm_slow}`,
 //! `rotary_emb::{rope_slow, rope_i_slow}` and `loss::cross_entropy` are differentiable. On the CPU, they sum 16-bit

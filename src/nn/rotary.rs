@@ -14,7 +14,8 @@ use std::sync::{Arc, Mutex};
 
 pub use crate::kernels::rope::{RotaryLayout, RotaryPairs};
 
-/// A rotation of the heads of a tensor by their positions, with tables that are computed once.
+/// A rotation of the heads of a tensor by angles that are proportional to the position. The cosines and sines of the
+/// angles are kept in tables, which are computed once, unless the frequencies depend on the length of the input.
 #[derive(Debug, Clone)]
 pub struct Rotary {
     ctx: usize,

@@ -460,7 +460,7 @@ mod tests {
             let path = tempfile::tempdir().unwrap();
             let arena = arena(path.path(), 8);
             let io = io(block_pages * ALIGN, threads, if direct { DiskAccess::Direct } else { DiskAccess::Cached });
-            // One piece is beyond the end of the file.
+            // Piece `bad`, if it is among the pieces that are read, is beyond the end of the file.
             let piece = |i: usize| {
                 let at = if i == bad { 9 } else { i } * ALIGN;
                 TransferPiece { arena: arena.clone(), offset: at as u64, memory: i * ALIGN..(i + 1) * ALIGN }

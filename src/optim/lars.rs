@@ -10,7 +10,8 @@ use crate::precision::{FlatMut, FlatRef, LANES, add_squares, cast};
 /// The number of elements whose squares one thread sums at a time.
 const CHUNK: usize = 64 * SQUARES_BLOCK;
 
-/// LARS: SGD with momentum whose learning rate is scaled by the ratio of the norms of the parameter and its gradient.
+/// LARS: SGD with momentum, in which the learning rate of each parameter is scaled by the ratio of the norms of the
+/// parameter and its gradient.
 ///
 /// `g` is the scaled gradient, and `|x|` is the L2 norm of the full parameter:
 ///

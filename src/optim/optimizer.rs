@@ -155,7 +155,7 @@ pub trait Optimizer: Send + Sync {
         true
     }
 
-    /// Returns the optimizer of the parameters that this one does not train. An auxiliary does not have one itself.
+    /// Returns the optimizer of the parameters that this one does not train. An auxiliary has no auxiliary itself.
     fn auxiliary(&self) -> Option<&dyn Optimizer> {
         None
     }

@@ -19,7 +19,7 @@ use std::sync::Arc;
 /// run that resumes from a checkpoint gets the values that it would have had without the interruption. All ranks must
 /// have the same schedule.
 ///
-/// A closure is a schedule that does not change the betas:
+/// A closure, such as `rsqrt` below, is a schedule that does not change the betas:
 ///
 /// ```
 /// use candle_zero::Engine;

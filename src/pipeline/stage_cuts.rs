@@ -83,7 +83,7 @@ pub fn balanced_cuts(weights: &[f64], slowness: &[f64]) -> Result<StageCuts, Too
 /// Divides layers into stages so that the slowest stage is as fast as possible, and no stage needs more memory than its
 /// rank has (`partition: time`). `seconds` contains, for each stage, the time of each layer on the rank that holds the
 /// stage; `bytes` is the memory of each layer, and `limits` is the memory available to each stage. Of equally good
-/// divisions, the one with the smallest sum of squares is returned. Returns `None` if no division fits.
+/// divisions, the one with the smallest sum of squared times is returned. Returns `None` if no division fits.
 ///
 /// # Errors
 /// There are more stages than layers.
@@ -127,7 +127,8 @@ fn sums_before(values: impl Iterator<Item = f64>) -> Vec<f64> {
 }
 
 /// Returns the division in which the largest cost of a stage is as small as possible, and of several such divisions the
-/// one with the smallest sum of squares. `cost` returns the cost of a stage with these layers, or `None` to reject it.
+/// one with the smallest sum of squared costs. `cost` returns the cost of a stage with these layers, or `None` to
+/// reject the stage.
 fn most_even_cuts(
     layers: usize,
     stages: usize,

@@ -1,5 +1,5 @@
-//! Number formats: flat buffers of one dtype, casts, blocks of small integers, packed weights, 8-bit states, loss
-//! scaling, overflow checks and gradient norms.
+//! Number formats: flat buffers of one dtype, casts, stochastic rounding, blocks of small integers, packed weights,
+//! 8-bit states, loss scaling, overflow checks and gradient norms.
 
 mod block_quantization;
 pub(crate) mod cast;

@@ -10,10 +10,11 @@
 //!
 //! A run is a folder of files. `run.json` describes the run and is written once. `metrics.jsonl`, `events.jsonl` and
 //! `samples.jsonl` only grow: they are JSON lines, and an incomplete last line is ignored. `summary.json` is an
-//! index: it summarizes the first bytes of the other files and contains the number of those bytes, so listing many runs
-//! does not require reading their metrics. `ranks.json` is the last report of all ranks, and `experts.json` contains
-//! the newest loads of the experts of a mixture. The launcher writes `launch.jsonl` and `log.txt` (launch_writer.rs).
-//! Requests from the user are files, too (requests.rs). docs/runs.md describes the format.
+//! index: it summarizes the first bytes of `metrics.jsonl` and `events.jsonl` and contains the numbers of those bytes,
+//! so listing many runs does not require reading their metrics. `ranks.json` is the last report of all ranks, and
+//! `experts.json` contains the newest loads of the experts of a mixture. The launcher writes `launch.jsonl` and
+//! `log.txt` (launch_writer.rs). Requests from the user are files, too (requests.rs). docs/runs.md describes the
+//! format.
 
 pub(crate) mod error;
 mod expert_loads;

@@ -6,7 +6,7 @@ use crate::profiler::StepTimings;
 use crate::util::host_name;
 use serde_json::{Map, Value, json};
 
-/// The number of bytes of a host's name in one number. Numbers below 2^53 are exact in f64.
+/// The number of bytes of a host's name in one number. Whole numbers below 2^53 are exact in f64.
 const BYTES_IN_NUMBER: usize = 6;
 /// The number of numbers that hold the host's name. A longer name is cut off.
 const NAME_NUMBERS: usize = 10;

@@ -87,7 +87,8 @@ impl RunWriter {
     /// this name whose checkpoint was loaded.
     ///
     /// # Errors
-    /// The folder cannot be written.
+    /// A folder that cannot be written or locked; an existing record that cannot be read; too many runs with this name
+    /// that began in the same second.
     pub fn open(plan: &RecordPlan, start: &RunStart) -> Result<Self> {
         Self::open_as(plan, start, job(), restart())
     }

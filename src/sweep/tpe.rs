@@ -127,7 +127,8 @@ impl Density {
     }
 }
 
-/// Returns the standard normal distribution function (Abramowitz and Stegun 7.1.26, with an error of at most 1e-7).
+/// Returns the value of the standard normal distribution function at `x` (Abramowitz and Stegun 7.1.26, with an error
+/// of at most 1e-7).
 fn normal_cdf(x: f64) -> f64 {
     let z = x.abs() / std::f64::consts::SQRT_2;
     let t = 1.0 / (1.0 + 0.327_591_1 * z);

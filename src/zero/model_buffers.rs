@@ -14,8 +14,7 @@ pub(crate) struct ModelBuffers {
     sync: BufferSync,
 }
 
-/// The values that a unit's buffers had before its forward pass, by buffer number, for the buffers that the forward
-/// pass changed.
+/// The values that some buffers had at an earlier time, such as before a unit's forward pass, by buffer number.
 #[derive(Default)]
 pub(super) struct SavedBuffers(Vec<(usize, Vec<u8>)>);
 

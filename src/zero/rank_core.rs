@@ -62,7 +62,7 @@ pub(crate) struct RankCore {
     pub(super) second_group: usize,
     /// The memory tier of complete parameters.
     pub(super) tensor_tier: MemoryTier,
-    /// The memory that holds this rank's share, unless the share is in files.
+    /// The memory that holds this rank's master weights, optimizer states and gradients, unless they are in files.
     pub(super) share_location: BufferDevice,
     /// The device on which the model computes.
     pub(super) model_location: BufferDevice,
@@ -105,7 +105,7 @@ pub(crate) struct RankCore {
     pub(super) rounding: Option<AtomicU64>,
     /// The number of the current update, on which rounding depends.
     pub(super) update: AtomicU64,
-    /// Whether a model is only being evaluated: nothing is recorded or kept.
+    /// Whether the model is only being evaluated, in which case nothing is recorded or kept.
     pub(super) evaluating: AtomicBool,
     /// Whether the engine's forward pass is running.
     pub(super) in_forward: AtomicBool,

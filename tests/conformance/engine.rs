@@ -256,7 +256,7 @@ fn values_and_gradients_at_stage_3_are_exactly_as_recorded() {
                 }
                 for _ in 0..backwards {
                     let loss = engine.forward(|model| model.run(dtype)?[3].to_dtype(DType::F32)?.sum_all())?;
-                    // The record accumulates without dividing by the number of backward passes.
+                    // In the recorded run, the accumulation does not divide by the number of backward passes.
                     engine.backward(&(loss * backwards as f64)?)?;
                     engine.step()?;
                 }

@@ -8,7 +8,7 @@ use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-/// The areas in which nearly every case must hold.
+/// The areas in which nearly every case must hold, grouped by what they are about.
 const STRICT: [(&str, &[&str]); 8] = [
     ("config", &["batch", "config", "config-default", "config-engine", "config-file"]),
     ("schedules", &["lr-schedule"]),

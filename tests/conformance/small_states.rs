@@ -1,4 +1,4 @@
-//! Moments in 8 and 16 bits train the nano model as well as those in f32.
+//! With moments in 8 or 16 bits, the nano model reaches nearly the same loss as with moments in f32.
 
 use crate::support::synth;
 use crate::trajectories::write_weights;

@@ -1,4 +1,4 @@
-//! Recorded training of DeepSpeed 0.19.8 on small networks, case by case, with ranks as threads.
+//! Recorded training of DeepSpeed 0.19.8 on small networks, case by case, with ranks that are threads.
 //!
 //! The cases do not contain the following rules, which reproduce every recorded loss of the first steps to 8 digits
 //! (`%` is the remainder, `i` counts elements in row-major order):

@@ -1,6 +1,7 @@
 //! Recorded training runs of DeepSpeed 0.19.8 are followed step by step.
 //!
-//! Initial weights and tokens are generated (tests/support/synth.rs); tolerances are those of the recording's README.
+//! Initial weights and tokens are generated (tests/support/synth.rs); the tolerances are those in the README of the
+//! recordings.
 
 use crate::support::{device, synth};
 use candle_core::Tensor;

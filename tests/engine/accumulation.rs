@@ -394,7 +394,7 @@ fn with_rate(stage: u8, lr: f64, scheduled: bool) -> Value {
     config
 }
 
-/// Builds an engine with two groups; the first contains the attention's matrices.
+/// Builds an engine with two parameter groups; the first contains the QKV matrices of attention.
 fn in_groups(comm: Arc<dyn Communicator>, config: &Value) -> candle_zero::Result<Engine<Tiny>> {
     let qkv = ParameterGroup::new().names(["*qkv.weight"]);
     let builder = Engine::builder().communicator(comm).device(Device::Cpu).parameter_groups(vec![qkv]);

@@ -322,8 +322,8 @@ impl Module for Bias {
     }
 }
 
-/// Returns rank 0's actions in each of three optimizer steps with units of 40, 30, 20 and 10 elements, its
-/// communication report, and its peak number of bytes in gathered parameters.
+/// Returns rank 0's actions in the forward and backward passes of three optimizer steps with units of 40, 30, 20 and 10
+/// elements, its communication report, and its peak number of bytes in gathered parameters.
 fn order(prefetch: usize, zero: Value) -> (Vec<String>, CommReport, usize) {
     let mut config = config(3, 1, released(), json!({"gradient_check": false}));
     config["zero_optimization"]["stage3_prefetch_bucket_size"] = json!(prefetch);

@@ -220,7 +220,7 @@ fn autocast_multiplies_in_bf16_and_keeps_the_rest_in_f32() {
     assert_eq!((y.dtype(), values(&y)), (DType::F32, values(&to_f32(&expected))));
     engine.backward(&(y * &c).unwrap().sum_all().unwrap()).unwrap();
     engine.step().unwrap();
-    // The bias's gradient is a sum in f32, which the bf16 model rounds.
+    // The bias's gradient is a sum in f32, which the bf16 reference rounds.
     let rounded_bias = f32::from(half::bf16::EPSILON);
     for (((before, after), var), off) in before.iter().zip(now(&engine)).zip([&weight, &bias]).zip([1e-6, rounded_bias])
     {

@@ -223,7 +223,7 @@ fn progress_throughput_times_and_memory_are_printed_in_the_rhythm_of_steps_per_p
     let progress = |step| format!("step={step}, skipped=0, lr=[0.003], mom=[[0.9, 0.95]]");
     assert_eq!(starting("step="), [&progress(2), &progress(4)]);
     assert_eq!(starting("time (ms) | forward ").len(), 2);
-    // The first two steps are not timed.
+    // The throughput is not reported in the first two steps.
     let [speed] = starting("micro_step=")[..] else { panic!("{lines:?}") };
     assert!(speed.starts_with("micro_step=8/global_step=4, RunningAvgSamplesPerSec="), "{speed}");
     let number = |name: &str| {
@@ -233,7 +233,7 @@ fn progress_throughput_times_and_memory_are_printed_in_the_rhythm_of_steps_per_p
     let numbers = ["RunningAvgSamplesPerSec=", "CurrSamplesPerSec=", "MemAllocated=", "MaxMemAllocated="].map(number);
     assert!(numbers.iter().all(|n| *n > 0.0) && numbers[3] >= numbers[2], "{speed}");
     for step in ["before forward", "after forward", "after backward"] {
-        // Each of the two optimizer steps has two micro steps.
+        // Memory is printed in two of the five optimizer steps, and each of them has two micro steps.
         assert_eq!(starting(&format!("memory (MiB) {step} | parameters ")).len(), 4, "{step}");
     }
     let after = starting("memory (MiB) after step | parameters ");

@@ -116,7 +116,7 @@ fn without(times: &[Time], taken: &[Time]) -> Vec<Time> {
     remaining.into_iter().filter(|(from, to)| from < to).collect()
 }
 
-/// Returns a command that runs two ranks at stage 3 over shared memory.
+/// Returns a command that runs two ranks at stage 3 over shared memory, and the path of the trace that it writes.
 fn two_ranks(folder: &Path, overlap: bool, steps: &str) -> (Command, PathBuf) {
     let (config, trace) = (folder.join(format!("{overlap}.json")), folder.join(format!("trace-{overlap}.json")));
     let written = json!({

@@ -1,4 +1,4 @@
-//! Data files as samples and rows: formats, notes, the cache, and packing.
+//! Samples and rows from data files: formats, notes, the cache, and packing.
 
 use crate::support::processes::repository;
 use candle_zero::Error;

@@ -1,5 +1,5 @@
-//! Records in files from other sources: the model is trained on the text that the records mark as targets, or a message
-//! names what is left out. Tests keys, formats and templates.
+//! Records in the forms of published data sets: the model is trained on the text that the records mark as targets, or a
+//! message names what is left out. The tests cover keys, formats and templates.
 
 use super::data::TestFolder;
 use crate::support::processes::repository;
@@ -31,17 +31,17 @@ const THOUGHTLESS: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '
 const TRIMS: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{{ m.content | trim }}{{ '<|im_end|>\\n' }}\
                      {% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}";
 
-/// A template with two blocks per answer; the second contains the end marker.
+/// A template with two `generation` blocks per answer; the second contains the end marker.
 const BLOCKS: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}\
                       {% generation %}{{ m.content }}{% endgeneration %}{% generation %}{{ '<|im_end|>' }}{% endgeneration %}\
                       {{ '\\n' }}{% else %}{{ m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}";
 
-/// A template with a block around only the last answer.
+/// A template with a `generation` block around only the last answer.
 const LAST: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.last %}\
                     {% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}\
                     {{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}";
 
-/// A template with blocks around pieces of an answer, whose text it changes.
+/// A template with `generation` blocks around pieces of an answer. It changes the text in the blocks.
 const PIECES: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}\
                       {% for part in m.content.split('E') %}{% generation %}{{ part | upper }}{% endgeneration %}{{ 'E' }}{% endfor %}\
                       {% generation %}{{ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}\

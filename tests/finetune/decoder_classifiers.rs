@@ -22,8 +22,8 @@ fn weights(model: &str) -> (HashMap<String, Tensor>, Tensor) {
     (weights, output)
 }
 
-/// Returns a copy of a model's folder whose weights contain a score for three classes, which consists of rows of the
-/// output projection.
+/// Returns a copy of a model's folder whose weights contain `score.weight` for three classes, which consists of rows of
+/// the output projection.
 fn with_score(model: &str) -> tempfile::TempDir {
     let folder = copy(model);
     let (mut weights, output) = weights(model);
@@ -42,7 +42,8 @@ fn change_config(folder: &Path, change: impl FnOnce(&mut Value)) {
 }
 
 /// The logits of a language model, which other tests compare with those of transformers, are the product of its states
-/// and the output projection. A classifier whose score has rows of that projection must have the same logits.
+/// and the output projection. A classifier whose `score.weight` consists of rows of that projection must have the
+/// logits of those rows.
 #[test]
 fn logits_are_those_of_the_last_token_that_is_not_padding() {
     for name in ["llama", "mistral", "qwen2", "phi3", "gpt2"] {

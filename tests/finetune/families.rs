@@ -1,5 +1,5 @@
-//! More families of decoders: logits, losses and training match transformers, with both styles of config.json, and at
-//! stages 0 and 3.
+//! More families of decoders: logits, losses and training match transformers, with config.json as transformers 4 and 5
+//! write it, and at stages 0 and 3.
 
 use crate::fixtures::{
     ProbeTolerances, Records, adamw, check_probes, check_session, ids, max_difference, next_tokens, numbers, step,

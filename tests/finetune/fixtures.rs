@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-/// The names of all models.
+/// The names of all models in tests/fixtures/finetune.
 pub const MODELS: [&str; 9] = ["gpt2", "llama", "llama32", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"];
 
 /// A folder in tests/fixtures with models and the values that were recorded for them.

@@ -323,7 +323,7 @@ fn interleaved(tensor: &Tensor, heads: usize) -> Tensor {
     split_heads.transpose(1, 2).unwrap().contiguous().unwrap().reshape(tensor.dims()).unwrap()
 }
 
-/// Returns the tensors of llama.cpp's converter.
+/// Returns the tensors that llama.cpp's converter would write.
 fn converted(architecture: &str, config: &DecoderConfig) -> BTreeMap<String, Tensor> {
     let after_attention = match architecture {
         "gemma2" | "gemma3" | "olmo2" | "gpt-oss" => "post_attention_norm.",

@@ -1,4 +1,4 @@
-//! Mixtures of experts as GGUF files, in which one tensor contains a projection of all experts.
+//! Mixtures of experts in GGUF files, in which one tensor contains a projection of all experts.
 
 use crate::fixtures::path;
 use candle_core::quantized::gguf_file::{self, Content, Value as GgufValue};

@@ -1,4 +1,5 @@
-//! Logits and losses of all models, with both styles of config.json.
+//! Logits and losses of all models in tests/fixtures/finetune match transformers, with config.json as transformers 4
+//! and 5 write it.
 
 use crate::fixtures::{MODELS, base, copy, ids, json, max_difference, path, tensors};
 use candle_core::{DType, Device};

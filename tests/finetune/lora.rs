@@ -1,5 +1,5 @@
-//! Adapters match PEFT's step by step, give the same bits at stages 0 and 3, and are exported as PEFT files,
-//! merged models and GGUF files.
+//! The training of adapters matches that of PEFT step by step and gives the same bits at stages 0 and 3. Adapters are
+//! exported as PEFT files, merged models and GGUF files.
 
 use crate::fixtures::{
     adamw, adapted, base, batches, copy, json as record, max_difference, mean, numbers, path, rank_batch, step, tensors,

@@ -1,5 +1,5 @@
-//! Mixtures of experts: logits, choices, losses and training match transformers, with both styles of config.json, at
-//! stages 0 and 3, and on one and two ranks.
+//! Mixtures of experts: logits, choices, losses and training match transformers, with config.json as transformers 4
+//! and 5 write it, at stages 0 and 3, and on one and two ranks.
 
 use crate::fixtures::{
     ProbeTolerances, Records, adamw, check_probes, check_session, ids, max_difference, mean, next_tokens, numbers,

@@ -73,7 +73,7 @@ fn adapter_bytes(folder: &Path) -> Vec<u8> {
     std::fs::read(folder.join("adapter_model.safetensors")).unwrap()
 }
 
-/// Returns the steps, the rows per epoch, the rows per step, and the epochs of a run on `world` ranks.
+/// Returns the numbers of steps, of rows per epoch, of rows per step, and of epochs of a run on `world` ranks.
 fn planned(options: &Options, world: usize) -> (u64, usize, usize, f64) {
     let ranks = threads::run(world, |comm| -> Result<_> {
         let run = FineTune::start(PreparedRun::new(options.clone(), &mut |_| ())?, comm)?;

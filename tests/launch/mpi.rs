@@ -638,7 +638,8 @@ fn as_a_rank() {
     let (rank, world) = (comm.rank(), comm.size());
     let last = rank + 1 == world;
     match role.split_once(' ').unwrap_or((role.as_str(), "")) {
-        // "raw" or "chain", and the number of ranks on each host.
+        // The way in which sums are computed between hosts (each rank's parts are sent as they are, "raw", or partial
+        // sums are passed from host to host, "chain"), and the number of ranks on each host.
         (way @ ("raw" | "chain"), counts) => {
             // Every rank also runs the same collectives in as many threads as there are ranks, and compares the
             // results.
@@ -736,7 +737,8 @@ fn as_a_rank() {
     }
 }
 
-/// Runs the role `way` on hosts with these numbers of ranks, and checks that all ranks have the same bits as threads.
+/// Runs the role `way` on hosts with these numbers of ranks, and checks that all ranks compute the same bits as ranks
+/// that are threads.
 fn compare_with_threads(mpi: Mpi, start: Command, way: &str, ranks: &[usize]) {
     let counts: Vec<String> = ranks.iter().map(usize::to_string).collect();
     let output = in_role(start, &format!("{way} {}", counts.join(" ")));
@@ -885,7 +887,7 @@ fn ranks_under_mpirun_are_told_within_15_s_that_the_cable_is_out_and_end() {
         hosts.plug(1, false);
         let all_ended = || ranks.iter().all(|pid| !runs(*pid)).then_some(());
         wait_up_to(Duration::from_secs(15), "the end of all ranks", all_ended);
-        // MPI's launcher may wait for its daemon on that host.
+        // mpirun may wait for its daemon on that host.
         std::thread::sleep(Duration::from_secs(1));
         job.kill().unwrap();
         job.wait().unwrap();

@@ -1,5 +1,5 @@
-//! Pipelines as jobs of processes: `examples/train_pipeline.rs` under zerorun, with ranks that are killed, and with
-//! ranks on two hosts.
+//! Pipelines whose ranks are processes: `examples/train_pipeline.rs` under zerorun, with ranks that are killed, and
+//! with ranks on two hosts.
 
 use crate::mpi::{hosts, with_each};
 use crate::support::processes::{descendants, example, runs, start, stderr, wait_up_to, zerorun};

@@ -107,7 +107,7 @@ impl Model {
     fn loss(&self, ids: &Tensor) -> Result<Tensor> {
         let x = self.blocks.iter().try_fold(self.table.forward(ids)?, |x, block| block.forward(&x))?;
         let loss = nn::linear_cross_entropy(&x, self.table.weight(), WeightLayout::OutIn, ids)?;
-        // The table is used a third time, by one of Candle's operations.
+        // The embedding table is used a third time, by one of Candle's operations.
         loss + (self.table.weight().to_dtype(DType::F32)?.sqr()?.sum_all()? * 1e-3)?
     }
 }

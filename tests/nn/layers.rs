@@ -6,7 +6,7 @@ use candle_zero::nn::{
     self, Activation, AttentionOptions, LinearEpilogue, LossOptions, RmsNormOptions, Sequences, WeightLayout, composed,
 };
 
-/// Returns numbers in [-1, 1) that differ from seed to seed.
+/// Returns numbers from -1 to 1 that differ from seed to seed.
 fn numbers(n: usize, seed: u32) -> Vec<f32> {
     let mix = |i: u32| {
         let mut x = i.wrapping_mul(0x9E37_79B1).wrapping_add(seed.wrapping_mul(0x85EB_CA77)) ^ 0x5A5A_1234;

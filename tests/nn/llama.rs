@@ -1,5 +1,5 @@
-//! Llama compared with two references, Candle's own ops and candle-transformers' model; and the parameters that it
-//! requests.
+//! Llama: comparisons with two references, Candle's own ops and the model of candle-transformers, and the parameters
+//! that candle-zero's Llama requests.
 
 use candle_core::{DType, Device, Result, Shape, Tensor, Var};
 use candle_nn::{Init, VarBuilder, var_builder::SimpleBackend};

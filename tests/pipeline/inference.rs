@@ -85,7 +85,7 @@ fn every_rank_gets_the_logits_of_one_rank_and_training_goes_on_with_the_same_bit
                 assert!(on_last.is_none_or(|on_last| on_last.iter().map(values).collect::<Vec<_>>() == outputs));
                 Ok((outputs, engine.train_batch(|micro_batch| Ok(batch(1, micro_batch)))?))
             });
-            // A pipeline draws dropout's random numbers as one rank does.
+            // A pipeline draws the random numbers of dropout as one rank does.
             let next_loss = in_pipeline(&model, &(1, json!({})), |engine| {
                 engine.train_batch(|micro_batch| Ok(batch(1, micro_batch)))
             });

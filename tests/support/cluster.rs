@@ -94,8 +94,8 @@ pub fn mpirun(mpi: Mpi, ranks: usize) -> Option<Command> {
 pub struct Hosts {
     names: [String; 2],
     folder: tempfile::TempDir,
-    /// The turn of this test. Other tests wait for its end before they create two hosts, because ranks that wait for
-    /// each other use all cores of a small machine.
+    /// The lock that only the test with these hosts holds. Other tests wait until it is released before they create two
+    /// hosts, because ranks that wait for each other use all cores of a small machine.
     _turn: MutexGuard<'static, ()>,
 }
 
@@ -110,7 +110,7 @@ impl Hosts {
         static CREATED: AtomicUsize = AtomicUsize::new(0);
         let number = format!("{}-{}", std::process::id(), CREATED.fetch_add(1, Ordering::Relaxed));
         let names = ["a", "b"].map(|host| format!("cz{number}{host}"));
-        // A test that failed during its turn does not affect the next one.
+        // A test that failed while it held the lock does not affect the next one.
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let hosts = Self { names, folder: tempfile::tempdir().unwrap(), _turn: turn };
         let [a, b] = &hosts.names;
@@ -214,8 +214,8 @@ impl Hosts {
         Some(command)
     }
 
-    /// Returns a command that runs on the first host, with this `mpirun` on its PATH. The caller appends the program and
-    /// its arguments.
+    /// Returns a command that runs on the first host, with this `mpirun` on its PATH. The caller appends the program
+    /// and its arguments.
     pub fn command_with_mpirun(&self, mpi: Mpi) -> Option<Command> {
         let a = &self.names[0];
         let mut command = limited(&mpi.folder()?, 120);

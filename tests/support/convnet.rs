@@ -1,4 +1,4 @@
-//! A small convolutional network with Candle's batch norm, and ranks as threads that train it.
+//! A small convolutional network with Candle's batch norm, and functions that train it on ranks that are threads.
 
 use super::tiny::config;
 use candle_core::{DType, Device, Result, Tensor};

@@ -1,4 +1,4 @@
-//! `zerorun sweep`: trials as processes, which pause, continue, fail and are killed.
+//! `zerorun sweep`: trials are processes that pause, continue, fail and are killed.
 
 use crate::support::processes::{
     as_program, descendants, program, repository, runs, send, start, stderr, stdout, wait_for, wait_until_gone, zerorun,

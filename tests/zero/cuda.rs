@@ -182,8 +182,8 @@ fn an_engine_that_goes_from_thread_to_thread_has_the_bits_of_one_that_stays() {
 }
 
 /// Trains two ranks for two steps. Returns, for each rank, the bytes on its GPU after the last step, the GPU's peak,
-/// the engine's report, and the number of its parameters' tensors. Nothing else may be on the GPUs, so each test that
-/// calls this runs in its own process.
+/// the engine's report, and the number of the engine's trainable parameters. Nothing else may be on the GPUs, so each
+/// test that calls this runs in its own process.
 fn held_by_ranks(shape: Shape, config: &Value) -> Vec<(usize, usize, MemoryReport, usize)> {
     let held = threads::run(2, |comm| {
         let rank = comm.rank();
@@ -302,7 +302,7 @@ fn states_on_the_gpu_on_the_host_and_in_files_give_the_same_bits() {
     ];
     for (setting, stage) in settings.iter().flat_map(|setting| [1u8, 2, 3].map(|stage| (setting, stage))) {
         let run = |mut zero: Value| {
-            // A factor after the reduction is possible only without a reduce-scatter.
+            // From stage 2 on, a predivide factor is possible only without a reduce-scatter.
             zero["reduce_scatter"] = json!(setting.get("gradient_predivide_factor").is_none());
             train_on(gpu, 2, shape, &config(stage, 2, zero, setting.clone()), 3)
         };
@@ -470,7 +470,7 @@ fn compressed_collectives_by_nccl_and_through_the_host_give_the_same_bits() {
     assert_eq!(between_gpus, with("off", "no message"));
 }
 
-/// The variable that names the next test's folder for its ranks.
+/// The variable that tells the ranks the folder of the test that starts them.
 const FOLDER: &str = "CANDLE_ZERO_CUDA_FOLDER";
 
 #[test]

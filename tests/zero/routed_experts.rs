@@ -1,5 +1,5 @@
-//! Experts as units: at stage 3, only the experts that a row on any rank chose are gathered or read, a few at a time.
-//! Results have the same bits as at stage 0, where all experts are in memory.
+//! Experts that are units: at stage 3, only the experts that a row on any rank chose are gathered or read, a few at a
+//! time. Results have the same bits as at stage 0, where all experts are in memory.
 
 use crate::support::experts::{EXPERT, Mixture, SHAPE, Shape, allow, choose_in_turn, rows, take_chosen};
 use crate::support::processes::{as_program, descendants, start, stderr, wait_for, zerorun};

@@ -104,7 +104,7 @@ fn groups_change_no_bit_of_other_optimizers_and_formats() {
         json!({"gradient_clipping": 0.0, "prescale_gradients": true}),
     ];
     for top in &tops {
-        // Gradients are divided before they are summed only if there is no reduce-scatter.
+        // At stage 3, prescale_gradients is possible only without a reduce-scatter.
         let zero = if top.get("prescale_gradients").is_some() { json!({"reduce_scatter": false}) } else { json!({}) };
         let of = |ranks| train(4, SHAPE, &grouped(ranks, 2, &zero, top), STEPS);
         let plain = of(None);

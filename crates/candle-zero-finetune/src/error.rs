@@ -52,7 +52,7 @@ pub enum FinetuneError {
         /// A missing tensor that a classifier needs.
         tensor: String,
     },
-    /// A text without a label.
+    /// A text that cannot be classified.
     #[error("cannot classify the text: {reason}")]
     Unclassified {
         /// The problem.

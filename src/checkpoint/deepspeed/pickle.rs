@@ -51,7 +51,7 @@ pub(super) struct Pickle {
 }
 
 impl Pickle {
-    /// Reads a pickle of protocol 2, which `torch.save` writes, or of a lower protocol number.
+    /// Reads a pickle of protocol 2, which `torch.save` writes, or of a lower protocol.
     pub fn parse(bytes: &[u8]) -> Result<Self, PickleProblem> {
         let mut machine =
             PickleMachine { bytes, position: 0, nodes: vec![], stack: vec![], marks: vec![], memo: HashMap::new() };

@@ -50,7 +50,7 @@ impl StorageType {
         matches!(self, Self::F32 | Self::F16 | Self::Bf16)
     }
 
-    /// Returns the type that can represent all its values in memory and in this library's files.
+    /// Returns the type that represents all values of this storage type in memory and in this library's files.
     pub fn dtype(self) -> DType {
         match self {
             Self::F32 => DType::F32,

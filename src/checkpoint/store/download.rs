@@ -33,9 +33,9 @@ const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 /// for as long as the result exists. Returns `None` if there is no checkpoint. Collective.
 ///
 /// # Errors
-/// Fails on all ranks for an invalid address, if no checkpoint is complete, if an object cannot be read or is damaged,
-/// or if the folder cannot be written. On ranks that did not find the problem, the error names the first rank that did.
-/// Also fails if a collective fails.
+/// Fails on all ranks for an invalid address, if checkpoint `tag` is incomplete or, without `tag`, if checkpoints exist
+/// but none is complete, if an object cannot be read or is damaged, or if the folder cannot be locked or written. On
+/// ranks that did not find the problem, the error names the first rank that did. Also fails if a collective fails.
 pub(crate) fn fetch(
     comm: &dyn Communicator,
     url: &str,

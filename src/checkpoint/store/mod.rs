@@ -40,7 +40,8 @@ pub(crate) struct UploadRequest {
     pub folder: PathBuf,
     /// This rank.
     pub rank: usize,
-    /// The index of the file that this rank has written. It differs from the rank if ranks form groups.
+    /// The index of the file that this rank has written. It may differ from the rank in a pipeline, or if ranks form
+    /// groups.
     pub piece: usize,
     /// Whether `latest` names the checkpoint afterwards.
     pub is_latest: bool,

@@ -12,9 +12,9 @@
 //! next pieces are in flight while the current one is processed.
 //!
 //! Sums run in rank order in f32, so the bits are those of one machine with the same number of ranks, whichever
-//! algorithm computes them. The algorithm that sends fewer bytes between hosts is used: see [`super::traffic_model`].
-//! The exception is encoded host sums, which the caller chooses ([`WireFormat::BetweenHosts`]) and which give different
-//! bits.
+//! algorithm computes them. Unless a sum is short, the algorithm that sends fewer bytes between hosts is used: see
+//! [`super::traffic_model`]. The exception is encoded host sums, which the caller chooses
+//! ([`WireFormat::BetweenHosts`]) and which give different bits.
 
 use super::all_gather::{gather, gather_across};
 use super::inter_host::{InterHostExchange, Result};

@@ -222,7 +222,8 @@ fn under_zerorun() -> bool {
     std::env::var_os(SHM_FD).is_some()
 }
 
-/// Returns the ABIs in the order in which they are searched. Under Open MPI's mpirun, Open MPI's own ABI comes first.
+/// Returns the ABIs in the order in which their libraries are searched for. Under Open MPI's mpirun, Open MPI's own ABI
+/// comes first.
 fn search_order(under_open_mpi: bool, under_zerorun: bool) -> Vec<MpiAbi> {
     match (under_zerorun, under_open_mpi) {
         // zerorun connects ranks as MPICH's process managers do; Open MPI's library supports only Open MPI's own.

@@ -1,4 +1,5 @@
-//! Waiting for messages to or from ranks of other hosts. A wait ends with an error if a rank has failed or left.
+//! Waiting for messages to or from ranks of other hosts. A wait ends with an error if a rank has failed, the awaited
+//! rank has left, or the time limit is exceeded.
 
 use super::link::MpiTransfer;
 use super::peer_exit_notices::PeerExitNotices;

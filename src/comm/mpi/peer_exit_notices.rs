@@ -15,8 +15,8 @@ const MAX_TEXT_BYTES: usize = 1024;
 /// The status that a rank reports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum StatusNotice {
-    /// The rank gives up because the rank with this number has failed: the rank itself, or another one on its host. The
-    /// text is the reason.
+    /// The sender gives up because the rank with this number has failed: the sender itself, or another rank on its
+    /// host. The text is the reason.
     GivesUp(usize, String),
     /// The rank leaves without an error.
     Leaves,

@@ -27,8 +27,8 @@ pub(crate) struct InterHostTransferEstimate {
     pub messages: usize,
     /// The number of these messages in flight at a time.
     pub window: usize,
-    /// The number of messages that wait for one another before the first result arrives: 1, or, for partial sums, the
-    /// number of hosts.
+    /// The number of messages that wait for one another before the first result arrives: 1 or, for a sum that passes
+    /// from host to host, the number of hosts.
     pub hops: usize,
     /// The bytes that cross a link in the hops after the first, while the link of the first hop is idle.
     pub later_hop_bytes: usize,

@@ -1,8 +1,8 @@
 //! The number of bytes sent between hosts, and the choice of the reduce algorithm based on that number.
 //!
 //! Of W ranks on H hosts, L are on the given host; a chunk has c elements of s bytes, which take e bytes when sent (c
-//! s, or the size of their integer encoding). The network link of each host carries traffic in both directions at the
-//! same time.
+//! s, or the size of their encoding). The network link of each host carries traffic in both directions at the same
+//! time.
 //!
 //! | | into a host | out of a host |
 //! | --- | --- | --- |

@@ -40,7 +40,7 @@ impl RendezvousMembers {
     /// Starts listening.
     ///
     /// # Errors
-    /// Fails if another process is listening on this port or a system call failed.
+    /// Fails if another process is listening on this port or a system call fails.
     pub(super) fn open(port: u16, world: usize) -> Result<Self> {
         let listener = UnixListener::bind_addr(&address(port)?).map_err(|error| match error.kind() {
             std::io::ErrorKind::AddrInUse => CommError::MasterPortInUse { port },
@@ -72,7 +72,7 @@ impl RendezvousMembers {
     /// Waits for events, for at most `limit` (`None` means without a limit).
     ///
     /// # Errors
-    /// Fails if a system call failed.
+    /// Fails if a system call fails.
     pub(super) fn next(&mut self, limit: Option<Duration>) -> Result<Vec<MembershipEvent>> {
         let limit = limit.and_then(|limit| Timespec::try_from(limit).ok());
         let mut poll_fds: Vec<PollFd<'_>> =

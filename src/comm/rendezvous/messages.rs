@@ -29,8 +29,8 @@ impl JoinRequest {
         to.write_all(&[MAGIC, VERSION, self.rank as u64, self.world as u64].map(u64::to_le_bytes).concat())
     }
 
-    /// Reads a request from a connection that has data; returns `None` if the sender is not a
-    /// rank that uses this version of the protocol.
+    /// Reads a request from a connection that has data; returns `None` if the sender is not a rank that uses this
+    /// version of the protocol.
     pub(super) fn take(mut from: &UnixStream) -> Option<Self> {
         let mut bytes = [0; JOIN_REQUEST_BYTES];
         if from.read(&mut bytes).ok()? != JOIN_REQUEST_BYTES {

@@ -28,7 +28,7 @@ impl PeerCredentials {
     /// Queries the kernel for the credentials.
     ///
     /// # Errors
-    /// Fails if a system call failed.
+    /// Fails if a system call fails.
     pub(super) fn of(stream: &UnixStream) -> io::Result<Self> {
         let mut peer = Self::default();
         let mut len = size_of::<Self>() as u32;

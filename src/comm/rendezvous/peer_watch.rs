@@ -15,7 +15,7 @@ const UNREPORTED_DEATH: &str = "its process ended without a message";
 /// Runs on rank 0: watches the others, and rejects processes that connect too late.
 ///
 /// # Errors
-/// Fails if a system call failed.
+/// Fails if a system call fails.
 pub(super) fn watch_others(region: Arc<SharedMemoryRegion>, mut members: RendezvousMembers) -> Result<(), CommError> {
     watch(move || {
         // After a system error, deaths are detected only by missing heartbeats.
@@ -32,7 +32,7 @@ pub(super) fn watch_others(region: Arc<SharedMemoryRegion>, mut members: Rendezv
 /// Runs on the other ranks: watches rank 0.
 ///
 /// # Errors
-/// Fails if a system call failed.
+/// Fails if a system call fails.
 pub(super) fn watch_rank_0(region: Arc<SharedMemoryRegion>, mut stream: UnixStream) -> Result<(), CommError> {
     stream.set_read_timeout(None).map_err(system("wait on the socket of a rank"))?;
     watch(move || {

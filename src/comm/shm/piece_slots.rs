@@ -108,7 +108,7 @@ impl PieceSlots {
         assert!(len <= SLOT_BYTES, "a piece of {len} bytes");
         let next = self.published.wrapping_add(1);
         let parity = (next & 1) as usize;
-        // SAFETY: the slot is this rank's and holds SLOT_BYTES. No peer reads it now: see the module's argument.
+        // SAFETY: the slot is this rank's and holds SLOT_BYTES. No peer reads it now: see the module's docs.
         fill(unsafe { std::slice::from_raw_parts_mut(self.region.slot_mut(self.seat(self.rank), parity), len) });
         for (i, word) in header.into_iter().enumerate() {
             self.region.header_word(self.seat(self.rank), parity, i).store(word, Ordering::Relaxed);

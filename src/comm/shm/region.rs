@@ -34,7 +34,7 @@ pub(in crate::comm) use std::thread::yield_now;
 const MAGIC: u64 = 0x6361_6e64_6c65_7a30; // "candlez0"
 const VERSION: u64 = 6;
 const PAGE: usize = 4096;
-/// The maximum number of bytes of one rank's data in one piece, small enough to stay in cache. Each rank has two slots
+/// The maximum number of bytes of one rank's data in one piece, small enough to stay in cache. Each seat has two slots
 /// of this size.
 pub(in crate::comm) const SLOT_BYTES: usize = 1 << 17;
 /// The number of bytes of a mailbox.
@@ -64,7 +64,8 @@ const CAUSE: usize = 2048;
 const SEATS: usize = PAGE;
 const BLOCK: usize = 2 * PAGE;
 
-// Offsets inside a seat, of which a control block has one per channel. The futex word has its own cache line.
+// Offsets inside a seat, of which a control block has one per channel. The futex word, `PUBLISHED`, shares its cache
+// line only with `SLEEPERS`.
 const PUBLISHED: usize = 0;
 const SLEEPERS: usize = 4;
 const HEADERS: usize = 64; // two, of 64 bytes
@@ -216,7 +217,7 @@ impl SharedMemoryRegion {
         wake(all_started);
     }
 
-    /// Returns the number of pieces published in a seat, modulo 2^32; the word on which waiting ranks sleep.
+    /// Returns the number of pieces published in a seat, modulo 2^32: the word on which waiting ranks sleep.
     pub(in crate::comm) fn published(&self, seat: usize) -> &AtomicU32 {
         self.word32(self.seat_offset(seat) + PUBLISHED)
     }
@@ -233,7 +234,8 @@ impl SharedMemoryRegion {
     }
 
     /// Records that `rank` of another host is gone, and why; only the first call has an effect. Called by the launcher
-    /// or, if there is none that watches other hosts, by this host's first rank. The text is written before the word.
+    /// or, if there is none that watches other hosts, by this host's first rank. The text is written before the word
+    /// that publishes it.
     pub fn mark_remote_death(&self, rank: usize, why: &str) {
         let mut end = why.len().min(TEXT_BYTES);
         while !why.is_char_boundary(end) {
@@ -298,12 +300,12 @@ impl SharedMemoryRegion {
         unsafe { self.map.as_mut_ptr().add(offset) }
     }
 
-    /// Returns a text of `rank`, TEXT_BYTES long, for reading.
+    /// Returns the start of a failure text of `rank`, which has room for TEXT_BYTES, for reading.
     pub(in crate::comm) fn text(&self, rank: usize, kind: FailureTextKind) -> *const u8 {
         self.text_mut(rank, kind)
     }
 
-    /// Returns a text of `rank`, for writing.
+    /// Returns the start of a failure text of `rank`, for writing.
     pub(in crate::comm) fn text_mut(&self, rank: usize, kind: FailureTextKind) -> *mut u8 {
         let at = match kind {
             FailureTextKind::AbortReason => TEXT,
@@ -313,7 +315,7 @@ impl SharedMemoryRegion {
         unsafe { self.map.as_mut_ptr().add(self.block(rank) + at) }
     }
 
-    /// Returns the number of bytes of a text of `rank`.
+    /// Returns the number of bytes of a failure text of `rank`.
     pub(in crate::comm) fn text_len(&self, rank: usize, kind: FailureTextKind) -> &AtomicU32 {
         let at = match kind {
             FailureTextKind::AbortReason => TEXT_LEN,

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 /// The number of most recent calls of a kind and size whose times are kept for the averages.
 const KEPT_CALLS: usize = 4096;
-/// The fraction of calls that averages leave out at each end: this share of the fastest and of the slowest.
+/// The fraction of calls that averages leave out at each end: the fastest tenth and the slowest tenth.
 const TRIMMED_FRACTION: f64 = 0.1;
 
 /// The log of one rank's collectives, filled by the threads that run them.

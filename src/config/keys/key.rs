@@ -1,4 +1,4 @@
-//! The rows of the table: keys, and sections of keys.
+//! The rows of the table of configuration keys ([`super`]): keys, and sections of keys.
 
 /// The type of value that a key accepts.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -76,7 +76,8 @@ pub(crate) const NO_DEFAULT: &str = "-";
 pub(crate) struct ConfigSection {
     /// The path from the root; empty for the root.
     pub path: &'static str,
-    /// The types that this table of parameters is for; empty if there is only one table.
+    /// The types of optimizer or schedule whose parameters this section lists; empty if its keys do not depend on a
+    /// type.
     pub types: &'static [&'static str],
     /// Whether DeepSpeed reads the section with pydantic, which accepts lax number forms; `"auto"` then means the
     /// default.

@@ -190,7 +190,7 @@ pub struct ScheduleFreeConfig {
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub enum EightBit {
-    /// `Adam8bit`. Its decay is also decoupled, as in bitsandbytes.
+    /// `Adam8bit`. Its decay is decoupled, like that of `AdamW8bit`, as in bitsandbytes.
     Adam(AdamConfig),
     /// `AdamW8bit`. Its default `weight_decay` is 0.01.
     AdamW(AdamConfig),

@@ -1,7 +1,7 @@
 //! `scheduler`: the schedules of the learning rate and their parameters.
 
 /// The shape of a warm-up. In the formulas, `it` is the number of the step, counted from 0, and `steps` is the number
-/// of warm-up steps.
+/// of warm-up steps, but at least 2.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum WarmupType {

@@ -134,7 +134,8 @@ impl<'a> AttentionCall<'a> {
 /// The tiles of rows that blocks own, each as {first position of the sequence, length of the sequence, first position
 /// of the tile within the sequence}.
 pub(super) struct TileTable {
-    /// The list of tiles, or `None` if each row is one sequence: the kernels then compute the tiles themselves.
+    /// The list of tiles, or `None` if each row of the batch is one sequence: the kernels then compute the tiles
+    /// themselves.
     list: Option<CudaSlice<u32>>,
     pub count: usize,
 }

@@ -8,7 +8,7 @@ use std::error::Error as _;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 
-/// The environment variable with the file to load instead of the system's library.
+/// The environment variable that names the file to load instead of the system's library.
 const LIBRARY_VARIABLE: &str = "CANDLE_ZERO_NCCL_LIBRARY";
 /// The name that the system's loader searches. All versions of NCCL 2 have used it.
 const LIBRARY_NAME: &str = "libnccl.so.2";
@@ -79,7 +79,7 @@ pub(crate) struct NcclLibrary {
 }
 
 impl NcclLibrary {
-    /// Loads the library that the variable names, or that the system finds.
+    /// Loads the library that the environment variable `CANDLE_ZERO_NCCL_LIBRARY` names, or that the system finds.
     ///
     /// # Errors
     /// Returns an error if no library is found, or if it cannot be loaded or lacks a required function.

@@ -1,9 +1,9 @@
 //! Collectives between GPUs that transfer elements as codes: small integers with a scale per block.
 //!
 //! ```text
-//!   sum      | codes for each peer | codes of each peer |     kernel -> exchange -> kernel, which adds this rank's elements
-//!   gather   | codes of each rank                       |     kernel -> all-gather -> kernel
-//!              ------ `scratch`, of limited size ------
+//!   sum    | codes for each peer | codes of each peer |  kernel -> exchange -> kernel, which adds this rank's elements
+//!   gather | codes of each rank                       |  kernel -> all-gather -> kernel
+//!            ------ `scratch`, of limited size ------
 //! ```
 //!
 //! The bytes and the bits are those of `comm/shm/quantized.rs`. Blocks are counted from the start of each rank's chunk,

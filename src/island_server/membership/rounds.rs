@@ -65,8 +65,8 @@ impl Membership {
         }
     }
 
-    /// Returns whether the first exchange can be closed. Islands that have taken fewer steps than the
-    /// furthest island are asked to start again; they then join.
+    /// Returns whether the first exchange can be closed. Islands that have taken fewer steps than the furthest island
+    /// are removed and asked to start again; they then join.
     fn is_formed(&mut self) -> bool {
         let members = self.members();
         if self.is_replay && !self.replay.rounds.is_empty() {

@@ -22,7 +22,7 @@ use crate::util::counted;
 const QUERIES: usize = 8;
 /// The number of positions whose scores are computed together.
 const BLOCK: usize = 16;
-/// The number of independent sums.
+/// The number of independent sums into which the products of a score are divided.
 const CHAINS: usize = 4;
 /// The number of positions whose values are summed while they are in the processor's cache.
 const POSITIONS: usize = 64;

@@ -27,7 +27,7 @@ impl OnlineSoftmax {
 const KEYS: usize = 4;
 
 /// The keys of a tile as seen by a vector of queries. All queries see the keys before `all_end`. Some see those from
-/// `all_end` to `some_end`. No query sees those from `some_end` to `none_end`, which are still part of the used shape.
+/// `all_end` to `some_end`. No query sees those from `some_end` to `none_end`, which products with the tile still read.
 struct VisibleKeys {
     all_end: usize,
     some_end: usize,

@@ -1,4 +1,4 @@
-//! Compares attention with the formulas in f64, on every path that this machine has.
+//! Compares attention with the formulas in f64, with every [`SimdMethod`] that this machine has.
 
 use super::*;
 use crate::kernels::case_step;

@@ -32,7 +32,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 const BLOCK_STEPS: usize = 512;
 /// The maximum number of blocks of steps for which operands are packed at a time.
 const SPAN_BLOCKS: usize = 4;
-/// The maximum number of words of `a` that are packed at a time (4 MiB).
+/// The maximum number of words of `a` that are packed at a time (4 MiB), unless [`MIN_ROWS`] rows contain more.
 pub(super) const WORDS_OF_A: usize = 1 << 20;
 /// The number of rows up to which packed columns of `b` are not kept.
 const FEW_ROWS: usize = 16;

@@ -127,7 +127,8 @@ impl<'a, C: Element> EpilogueOutput<'a, C> {
         }
     }
 
-    /// Prefetches elements of the result that will be written, and those that will be added to them.
+    /// Prefetches elements of the result and of the activation's inputs, which will be written, and elements of the
+    /// residual, which will be added.
     #[inline(always)]
     pub(super) fn prefetch(&self, (row, rows): (usize, usize), (col, cols): (usize, usize)) {
         let lines = (cols * size_of::<C>()).div_ceil(LINE);

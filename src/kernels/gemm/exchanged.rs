@@ -7,7 +7,7 @@
 //!
 //! ```text
 //!   c = a b      a: few rows, b: many columns, packed
-//!   c' = b' a'   b': many rows, read in place, a': few columns, packed; strips of c' are transposed when they are stored
+//!   c' = b' a'   b': many rows, read in place, a': few columns, packed; strips of c' are transposed when stored
 //! ```
 //!
 //! The products of an element are summed in the same order, so exchanging the operands changes no bits.

@@ -262,8 +262,8 @@ impl<E: Element> GemmOperand<E> {
         }
     }
 
-    /// Returns whether words can be read directly from the matrix: each row consists of complete
-    /// words, and the elements already have the dtype that the words hold.
+    /// Returns whether words can be read directly from the matrix: each row consists of complete words, and the
+    /// elements already have the dtype that the words hold.
     pub(super) fn is_words<W: ElementArithmetic<E>>(&self) -> bool {
         self.inner_stride == 1
             && self.inner.is_multiple_of(W::DEPTH)

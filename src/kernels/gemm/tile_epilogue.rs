@@ -28,8 +28,8 @@ impl<C: Element> EpilogueOutput<'_, C> {
 /// Finishes and stores a tile of sums whose rows start `stride` apart. The sums may be overwritten.
 ///
 /// # Safety
-/// The processor must have the vectors' instructions; each row of sums must have room for full vectors;
-/// the elements must exist in the result, and nothing else may access them during the call.
+/// The processor must have the vectors' instructions; each row of sums must have room for full vectors; the elements
+/// must exist in the result, and nothing else may access them during the call.
 pub(super) unsafe fn finish<V: SimdVector, C: Element>(
     output: &EpilogueOutput<'_, C>,
     tile: TilePosition,

@@ -31,15 +31,16 @@ pub(crate) trait PackedWords {
 /// # Safety
 /// Same as for [`PackedWords`].
 pub(crate) trait PackElementsToWords<E: Element>: PackedWords {
-    /// Returns a vector of consecutive words along the inner dimension: the `n` elements that start at `from`, padded
-    /// with zeros.
+    /// Returns a vector of consecutive words along the inner dimension: as many of the `n` elements that start at
+    /// `from` as fit into it, padded with zeros.
     ///
     /// # Safety
     /// `n` elements must be readable.
     unsafe fn load_along_row(from: *const E, n: usize) -> Self::V;
 
-    /// Returns one word for each of `n` neighbours across the inner dimension, and zeros in the other lanes. The
-    /// elements of a word are `stride` apart. `depth` of them exist, and the others are 0.
+    /// Returns one word for each of `n` neighbours across the inner dimension, for at most as many as there are lanes,
+    /// and zeros in the other lanes. The elements of a word are `stride` apart. Those after the first `depth` do not
+    /// exist and count as 0.
     ///
     /// # Safety
     /// `n` elements must be readable at each of `depth` addresses.

@@ -24,7 +24,7 @@ const CONFIG: u32 = 5;
 const RUN: u32 = 17;
 const EXIT: u32 = 18;
 const HEADER: u32 = 21;
-/// The field of values as JSON in items.
+/// The number of the field of an item that contains the item's value as JSON.
 const VALUE_JSON: u32 = 16;
 
 /// The identity of a run, which stays the same when the run continues.

@@ -20,7 +20,7 @@ const PREFIX: &str = "offline-run-";
 const ORIGIN: &str = "candle-zero.json";
 /// The maximum size of that file.
 const MAX_ORIGIN: u64 = 64 << 10;
-/// The maximum length of an id, which is also wandb's.
+/// The maximum length of an id, the same as in wandb.
 const MAX_ID: usize = 64;
 /// The time for which a killed process may still hold the lock of its run.
 const LOCK_RELEASE_TIMEOUT: Duration = Duration::from_secs(2);

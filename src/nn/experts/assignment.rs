@@ -45,7 +45,7 @@ impl ExpertAssignment {
     ///
     /// # Errors
     /// The errors of [`ExpertAssignment::new`], except that an expert outside the range may be chosen twice; a range
-    /// that ends after the last expert or before its start.
+    /// that ends after the last expert or before the range's own start.
     pub fn of_range(choices: &[u32], k: usize, experts: usize, range: Range<usize>) -> Result<Self> {
         if range.start > range.end || range.end > experts {
             bail!("experts: the range {range:?} is not within the {}", counted(experts, "expert"))

@@ -120,7 +120,7 @@ pub fn combine_experts(
 /// once. In Qwen2-MoE, `x` is the output of the shared expert, and its gate is a linear layer with one output.
 ///
 /// # Errors
-/// Shapes that do not match, or a gate whose dtype is not that of `x`.
+/// Shapes that do not match; a gate or, on the CPU, a `base` whose dtype is not that of `x`.
 pub fn add_gated(base: &Tensor, gate: &Tensor, x: &Tensor) -> Result<Tensor> {
     const NAME: &str = "add_gated";
     let width = x.dims().last().copied().unwrap_or(0);

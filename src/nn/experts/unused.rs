@@ -6,8 +6,8 @@ use candle_core::{DType, Result, Shape, Tensor};
 
 /// Returns `y` as the result of an operation that delivers zero gradients to the tensors of experts that no row chose.
 /// The operations of the other experts leave these tensors out of the graph, but the optimizer must treat them like an
-/// unused expert in a fused tensor, whose gradient is zero. If there are no rows at all, no operation adds `others`
-/// (the input and the adapter) to the graph, so they get zero gradients too.
+/// unused expert's part of a fused tensor, for which the gradient is zero. If there are no rows at all, no operation
+/// adds `others` (the input and the adapter) to the graph, so they get zero gradients too.
 pub(super) fn with_zero_gradients<'a>(
     y: Tensor,
     parameters: impl Iterator<Item = &'a ExpertTensors>,

@@ -26,8 +26,8 @@ use std::sync::atomic::Ordering;
 
 /// Methods for the engine.
 impl RankCore {
-    /// Arms the check: from now on, the outputs of forward passes report their gradients to it, along the direction
-    /// that `seed` determines.
+    /// Arms the check: from now on, the outputs of forward passes report their gradients to it. `seed` determines the
+    /// direction in which parameters are moved.
     pub fn arm_check(&self, seed: u64) {
         *lock(&self.check.state) = GradientCheckState { seed, ..GradientCheckState::default() };
         self.check.armed.store(true, Ordering::Relaxed);
@@ -204,7 +204,7 @@ impl<'a> PerturbedParamsGuard<'a> {
 
 impl Drop for PerturbedParamsGuard<'_> {
     fn drop(&mut self) {
-        // An error is ignored: a parameter that cannot be put back was never taken out.
+        // An error is ignored: a parameter that cannot be put back was never moved.
         let _ = self.0.put_back(|_| true);
         self.0.check.shifts.store(false, Ordering::Relaxed);
     }

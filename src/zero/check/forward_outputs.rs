@@ -15,7 +15,7 @@ pub(crate) struct ForwardOutputs(pub(super) Mutex<ForwardOutputsState>);
 pub(super) struct ForwardOutputsState {
     /// The number of weight updates so far.
     pub(super) updates: u64,
-    /// The last output.
+    /// The last output, if it runs a hook.
     pub(super) last: Option<Arc<TrackedForwardOutput>>,
     /// The outputs of the current micro step that do not run a hook.
     pub(super) unmarked: Vec<TensorId>,

@@ -49,7 +49,8 @@ impl Perturbation<'_> {
 /// The state of a gradient check on one rank.
 #[derive(Default)]
 pub(crate) struct RankCheckState {
-    /// Whether forward passes are observed: their changes are undone, and their outputs report their gradients.
+    /// Whether a check is in progress: floating-point outputs of forward passes then report their gradients even if
+    /// this requires a large copy.
     pub(super) armed: AtomicBool,
     /// Whether a forward pass runs for the check, with moved or unmoved parameters.
     pub(super) shifts: AtomicBool,

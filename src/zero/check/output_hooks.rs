@@ -3,8 +3,8 @@
 //!
 //! An output runs a hook when its gradient is complete. If the operation that computed the output is one of
 //! candle-zero's, the hook belongs to that operation. Otherwise it belongs to a separate operation, which copies the
-//! output. If the copy would be large, a backward pass that has reached no output searches the loss's graph for the
-//! output instead.
+//! output. If the copy would be large, or if the output is not f32, bf16 or f16, a backward pass that has reached no
+//! output searches the loss's graph for the output instead.
 
 use super::forward_outputs::TrackedForwardOutput;
 use crate::error::{EngineError, Result};

@@ -169,7 +169,8 @@ impl PerturbationDirection {
     }
 }
 
-/// Returns half of the difference between a value moved up and moved down, each rounded to the parameter's dtype.
+/// Returns half of the difference between a value moved up and the same value moved down, each rounded to the
+/// parameter's dtype.
 #[inline(always)]
 fn half_difference(value: f32, by: f32, rounded: impl Fn(f32) -> f32) -> f64 {
     (f64::from(rounded(value + by)) - f64::from(rounded(value - by))) / 2.0

@@ -23,7 +23,7 @@ use candle_nn::VarBuilder;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The number of units whose flags fit into one number of the exchange.
+/// The number of units whose flags fit into one number of the collective that forms the union.
 pub(crate) const FLAGS_PER_WORD: usize = u64::BITS as usize;
 
 /// The units of one layer. Each input uses only some of them.

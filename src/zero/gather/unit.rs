@@ -7,8 +7,8 @@
 //!
 //! The mark runs before the unit's last operation is differentiated, and therefore before any other operation of the
 //! unit is. If the last operation is one of candle-zero's, the mark is one of its hooks. Otherwise, the mark is an
-//! identity operation on the unit's output. Without an engine, or if parameters are not sharded, a unit only runs the
-//! module inside.
+//! identity operation on the unit's output. Without an engine, a unit only runs the module inside. If parameters are
+//! not sharded, nothing is gathered, and only leaves mark their output, unless a profile or a timeline is recorded.
 //!
 //! A unit may recompute (activation checkpointing): the forward pass keeps only the unit's input, and the backward pass
 //! runs the forward pass again.

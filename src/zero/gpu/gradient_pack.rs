@@ -1,6 +1,6 @@
 //! Packs gradients of a model on a GPU for a collective: they are cast, scaled and packed on the GPU.
 //!
-//! The arithmetic, and the resulting bits, are those of [`crate::zero::reduce::gradient_reducer`] on the host.
+//! The arithmetic, and the resulting bits, are those of `reduce/engine_gradient_backend.rs` on the host.
 
 use crate::cuda::DeviceFlat;
 use crate::error::Result;

@@ -70,7 +70,8 @@ impl<'a> HostStepWeights<'a> {
         if self.mode.changes() { UPDATE_CHUNK } else { usize::MAX }
     }
 
-    /// Calls `visit` with weights on the host, and begins to copy them back if the sweep changes them.
+    /// Calls `visit` with weights on the host, or with zeros if the step recomputes the weights from master weights.
+    /// Then begins to copy the weights back if the sweep changes them.
     pub fn visit(&mut self, range: WeightRange, visit: impl FnOnce(FlatMut<'_>)) -> Result<()> {
         let mut weights = match self.from_master {
             true => Flat::zeros(self.core.params[range.param].weights.dtype(self.core.dtype), range.in_group.len()),

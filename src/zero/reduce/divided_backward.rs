@@ -1,5 +1,5 @@
-//! Gradients of parameters between the two parts of a divided backward pass: the first computes the gradient of a
-//! pipeline stage's input, the second those of the stage's weights.
+//! Gradients of parameters between the two parts of a divided backward pass: the first part computes the gradient of a
+//! pipeline stage's input, and the second those of the stage's weights.
 
 use crate::graph::DeferredGradient;
 use crate::param::ParamId;

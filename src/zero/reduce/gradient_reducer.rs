@@ -6,10 +6,11 @@
 //!                                                                                                added to it
 //! ```
 //!
-//! A large gradient is reduced separately, in the buffer that its layer wrote: a parameter's pieces are already in it
-//! one after the other. Small gradients are packed together. From stage 2 on, a gradient is dropped as soon as it is
-//! reduced, while the backward pass continues. At stage 1, every rank holds its full gradient until the backward pass
-//! is over, as ZeRO defines this stage. At stage 0, the full sum is kept.
+//! A large gradient is reduced separately: on the host, in the buffer that its layer wrote, unless its dtype must
+//! change, because a parameter's pieces are already in that buffer one after the other. Small gradients are packed
+//! together. From stage 2 on, a gradient is dropped as soon as it is reduced, while the backward pass continues. At
+//! stage 1, every rank holds its full gradient until the backward pass is over, as ZeRO defines this stage. At stage 0,
+//! the full sum is kept.
 //!
 //! A parameter whose gradient may be missing on some ranks (`ignore_unused_parameters`, the experts of a leaf unit), or
 //! may arrive in a different order on each rank (the experts of a layer without a grouped product), waits until this

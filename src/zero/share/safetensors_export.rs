@@ -80,7 +80,8 @@ impl RankCore {
         self.full_state(ParamStateKind::Weights, param)
     }
 
-    /// Returns whether every rank has a whole parameter, and no copy of it with more precision exists.
+    /// Returns whether every rank that holds a parameter has all of it, and no copy with more precision, or with newer
+    /// weights, exists.
     fn is_whole_in_f32(&self, param: usize) -> Result<bool> {
         #[cfg(feature = "cuda")]
         if matches!(*self.wait_for_update()?, DelayedUpdate::Ready(_)) {

@@ -15,7 +15,7 @@ use std::sync::Arc;
 pub(crate) struct ShardDevices<P> {
     /// The location of master weights, optimizer states and gradients.
     pub states: P,
-    /// The location of shards of weights in the model's dtype.
+    /// The location of shards of weights, except packed ones, which stay on the host.
     pub weights: P,
 }
 

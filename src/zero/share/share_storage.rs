@@ -11,7 +11,8 @@ pub(crate) trait ShareStorage: Sized {
     /// The files of the states that are not in memory.
     type Files: StateFiles<Buffer = Self::Buffer>;
 
-    /// Returns the location of those parts of this rank's share that are not in files.
+    /// Returns the location of those of this rank's master weights, optimizer states and gradients that are not in
+    /// files.
     fn share_location(&self) -> &BufferLocationOf<Self>;
     /// Returns the place where the model computes, which also holds gathered parameters and the buffers of collectives.
     fn model_location(&self) -> &BufferLocationOf<Self>;

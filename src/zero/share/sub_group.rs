@@ -8,7 +8,7 @@
 //! | | stage 0 | stages 1, 2 | stage 3 |
 //! |---|---|---|---|
 //! | owned | the whole parameter | its shard | its shard |
-//! | `weights` | - (in the tensors) | - (in the tensors) | shards in the model's dtype |
+//! | `weights` | - (in the tensors) | - (in the tensors) | shards in the class's format |
 //! | `master` | 16-bit or averaged weights only | 16-bit or averaged weights only | 16-bit or averaged weights only |
 //! | `grads`, `moments` | whole | shards | shards |
 //!
@@ -128,7 +128,7 @@ impl SweepMode {
         self != Self::Read
     }
 
-    /// Returns whether the sweep changes master weights and optimizer states.
+    /// Returns whether the sweep changes master weights or optimizer states.
     pub fn changes_states(self) -> bool {
         !matches!(self, Self::Read | Self::Publish)
     }

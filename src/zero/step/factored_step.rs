@@ -6,8 +6,8 @@
 //!   sweep that updates
 //! ```
 //!
-//! As in a vote, each rank adds up its piece of every parameter, even if it holds more. The same numbers are thus added
-//! in the same order at every stage.
+//! As in the vote before a step (`sharded_step.rs`), each rank adds up its piece of every parameter, even if it holds
+//! more. The same numbers are thus added in the same order at every stage.
 
 use super::hyperparameters::{Hyperparameters, needs};
 use super::state_sweep::{ParamSlice, StepBackend, as_f32, sweep};

@@ -43,7 +43,8 @@ struct DirectionBuffer<B> {
 }
 
 /// Collective: returns the factor of the learning rate for each parameter, or an empty list if no optimizer needs
-/// norms. As in a vote, each rank sums its piece of every parameter, even if it holds more.
+/// norms. As in the vote before a step (`sharded_step.rs`), each rank sums its piece of every parameter, even if it
+/// holds more.
 pub(super) fn trust_ratios<C: StepBackend>(
     core: &C,
     groups: &mut [SubGroup<C>],

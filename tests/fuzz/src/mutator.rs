@@ -74,7 +74,7 @@ pub fn input(target: &Target, seeds: &[Vec<u8>], seed: u64, case: u64) -> Vec<u8
 }
 
 /// Returns a random position from 0 to `length`. Headers are at the beginning or the end of a file, so half of the
-/// positions are near one of them.
+/// positions are near the beginning or the end.
 fn position(random: &mut Random, length: usize) -> usize {
     match random.below(4) {
         0 => random.below((length + 1).min(256)),

@@ -48,7 +48,7 @@ pub struct RenderedConversation {
     /// The text.
     pub text: String,
     /// The byte ranges that the model is trained on: everything after the header of each of the assistant's turns, up
-    /// to and including the token that ends the turn. The ranges are in order and do not overlap.
+    /// to and including the token or text that ends the turn. The ranges are in order and do not overlap.
     pub targets: Vec<Range<usize>>,
 }
 
@@ -264,7 +264,7 @@ fn trace_messages(
     if let Some(trace) = all.into_iter().find(|trace| (0..count).all(|i| has(trace, i))) {
         return Ok(trace);
     }
-    // Each message is traced separately, preferably with a placement that traces a part of it.
+    // A placement is chosen for each message separately, preferably one that traces a part of the message.
     let trace_one = |message: usize, placement: MarkPlacement| {
         let mut placements = vec![None; count];
         placements[message] = Some(placement);
@@ -377,7 +377,7 @@ impl MarkCharacters {
 #[derive(Debug)]
 pub(super) struct MarkedText {
     pub message: usize,
-    /// The key of the message that the text belongs to.
+    /// The key in the message under which the text was found.
     pub key: String,
     pub text: String,
     /// The texts before and after a mark in the middle.

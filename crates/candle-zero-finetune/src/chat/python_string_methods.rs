@@ -197,7 +197,7 @@ mod tests {
     use super::*;
     use minijinja::Environment;
 
-    /// Returns a list of an expression's value as Python's `repr` writes it, or the error.
+    /// Returns a list with the value of an expression as its only item, as Python's `repr` writes it, or the error.
     fn repr(expression: &str) -> String {
         let mut environment = Environment::new();
         environment.set_unknown_method_callback(unknown_method);

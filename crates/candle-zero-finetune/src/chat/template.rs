@@ -72,7 +72,7 @@ pub struct Template {
 
 impl Template {
     /// Parses a template. `tokens` are the special tokens that it writes (`bos_token`, ...). `special_texts` are the
-    /// texts of all special tokens, one of which ends a turn.
+    /// texts of all special tokens, one of which usually ends a turn.
     ///
     /// # Errors
     /// [`FinetuneError::TemplateSyntax`]; [`FinetuneError::TemplateWithoutEnd`].
@@ -230,7 +230,7 @@ impl Template {
     }
 
     /// Returns the text of a conversation and the ranges of the assistant's text: everything after the header of an
-    /// assistant's turn, up to and including the token that ends it.
+    /// assistant's turn, up to and including the token or text that ends it.
     ///
     /// # Errors
     /// [`FinetuneError::TemplateRefuses`]; [`FinetuneError::TemplateWithoutEnd`]; [`FinetuneError::Spans`] or

@@ -167,7 +167,7 @@ impl ChatMessages {
 const UNSUPPORTED_MASK_KEYS: [&str; 7] =
     ["train_detail", "training_detail", "mask", "masked", "no_loss", "ignore_loss", "loss_mask"];
 
-/// Returns the error for pictures, which names their key.
+/// Returns the error for images, videos or audio, which names their key.
 pub(super) fn media_error(name: &str) -> RecordProblem {
     format!(
         "it has {name}, but images, videos and audio are not supported: without them, its texts would teach the model \

@@ -227,7 +227,7 @@ impl RecordLineNumbers {
     }
 }
 
-/// Writes formats, samples and tokens on one line.
+/// Writes the formats, and the numbers of records, samples, tokens and targets, on one line.
 impl fmt::Display for DataReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let forms: Vec<String> = self.forms.keys().map(ToString::to_string).collect();

@@ -171,7 +171,7 @@ impl Dataset {
     ///
     /// # Panics
     ///
-    /// Panics if the sample does not exist, or if its file was changed while it was mapped.
+    /// Panics if the sample does not exist, or if the cache file that contains it was changed while it was mapped.
     pub fn sample(&self, i: usize) -> SampleRef<'_> {
         let (part, index_in_file) = self.locate(i);
         part.cache.sample(index_in_file)

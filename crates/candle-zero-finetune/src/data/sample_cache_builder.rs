@@ -278,7 +278,7 @@ impl SampleCacheBuilder<'_> {
         }
     }
 
-    /// Returns the sample of a conversation. The assistant's messages in `trained_on` are targets.
+    /// Returns the sample of a conversation. The assistant's messages that are marked in `trained_on` are targets.
     fn chat(
         &self,
         template: &Template,

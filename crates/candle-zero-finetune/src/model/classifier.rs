@@ -60,8 +60,8 @@ impl Classifier {
     /// the adapter's `config.json`, if it has one.
     ///
     /// # Errors
-    /// Errors of [`ClassifierBase::open`], [`Adapter::read`] and [`Tokenizer::open`]; an adapter of a language model or
-    /// for another model; weights that are not finite.
+    /// Errors of [`ClassifierBase::open`], [`Adapter::read`] and [`Tokenizer::open`]; an adapter without a classifier
+    /// or for another model; weights that are not finite.
     pub fn open_with_adapter(folder: impl AsRef<Path>, adapter: impl AsRef<Path>) -> Result<Self> {
         let (folder, adapter) = (folder.as_ref(), Adapter::read(adapter)?);
         let description = adapter.path().join(CONFIG);

@@ -33,7 +33,7 @@ pub(crate) const COMPANION_FILES: [&str; 12] = [
     "LICENSE",
 ];
 
-/// The files of a tokenizer.
+/// The files of a tokenizer, including its chat template.
 pub(crate) const TOKENIZER: &[&str] = COMPANION_FILES.split_at(10).0.split_at(1).1;
 
 /// Writes `config` into the folder `to` as its `config.json`, with the dtype of the weights and without a

@@ -151,7 +151,7 @@ fn conflict(flag: &'static str, given: impl std::fmt::Display, key: &str, found:
     )
 }
 
-/// Returns the values of a run with this number of steps for keys that are "auto".
+/// Returns, for a run with this number of steps, the values of the keys that are "auto".
 pub(super) fn run_values(options: &Options, hidden_size: usize, warmup: u64, steps: u64) -> RunValues {
     RunValues {
         train_micro_batch_size_per_gpu: options.micro_batch,

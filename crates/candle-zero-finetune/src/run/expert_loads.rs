@@ -56,7 +56,7 @@ struct TokensSinceRouted {
 /// The number of tokens that an expert has missed when it is reported as dead.
 const DEAD_AFTER: f64 = 100.0;
 
-/// The largest number of experts that a message names. The metrics and the record of the run have the choices of all.
+/// The largest number of experts that a message names. The record of the run shows how often each was chosen.
 const MAX_NAMED: usize = 20;
 
 impl DeadExpertDetector {

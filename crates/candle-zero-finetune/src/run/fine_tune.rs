@@ -53,7 +53,7 @@ struct EarlyStopState {
     loss: Option<f64>,
 }
 
-/// The starting point of a run.
+/// How a run starts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum FineTuneStart {
     /// With the base model.
@@ -263,7 +263,7 @@ impl FineTune {
         self.engine.record_sample(prompt, text);
     }
 
-    /// Returns the number of trained parameter tensors of the model, and the number of all of them.
+    /// Returns the number of trained parameter tensors of the model, and the number of all its parameter tensors.
     pub fn parameter_counts(&self) -> (usize, usize) {
         self.parameters
     }
@@ -314,7 +314,7 @@ impl FineTune {
         }
     }
 
-    /// Returns the step at which this run, as an island, has joined others that were already training.
+    /// Returns the step at which this run, as an island, joined others that were already training.
     pub fn joined_at(&self) -> Option<u64> {
         (self.start == FineTuneStart::Joined).then_some(self.first_step)
     }

@@ -16,8 +16,8 @@ use candle_zero::nn::{Sequences, without_adapters};
 pub struct ValidationResult {
     /// The mean loss: over target tokens, over preference pairs, or over labelled texts.
     pub loss: f64,
-    /// The share of pairs in which the model prefers the chosen answer more strongly than the reference does, or of
-    /// texts whose label it predicts correctly.
+    /// The share of pairs in which the model prefers the chosen answer more strongly than it does without its adapters,
+    /// or of texts whose label it predicts correctly.
     pub accuracy: Option<f64>,
     /// The mean F1 of the labels ([`ClassificationScores::macro_f1`]), if labels are predicted.
     pub f1: Option<f64>,

@@ -196,7 +196,8 @@ pub struct Options {
     /// A DeepSpeed configuration. Its settings take precedence over these options, with two exceptions. A batch, a
     /// learning rate, a number of ranks along the pipeline, or a number of local steps or islands that contradicts
     /// these options is an error. The server of [`LocalStepsOptions`] replaces `local_steps.server`. Only this
-    /// configuration determines stage and offload. Without a configuration, they are chosen from the available memory.
+    /// configuration determines stage and offload. Without a configuration, they are chosen from the available memory,
+    /// except for an encoder, which is trained at stage 0.
     pub ds_config: Option<PathBuf>,
     /// The number of ranks along a pipeline, which divides the layers of the model among ranks. 1 means no pipeline.
     /// Default: the section `pipeline` of the DeepSpeed configuration; without a configuration, a pipeline is used on
@@ -255,8 +256,9 @@ pub struct Options {
     pub resume_anyway: bool,
     /// The seed for the initial adapters, the order of the data, and dropout. Default: 42.
     pub seed: u64,
-    /// Whether blocks are recomputed in the backward pass, so that their activations need not be kept. Default: chosen
-    /// from the available memory; with a DeepSpeed configuration, false.
+    /// Whether blocks are recomputed in the backward pass, so that their activations need not be kept. Default: with a
+    /// DeepSpeed configuration, its section `activation_checkpointing` decides; otherwise, false for an encoder, and
+    /// chosen from the available memory for other models.
     pub recompute: Option<bool>,
     /// The numbers of the blocks whose weights QLoRA does not hold in 4 bits. Default: none.
     pub keep_layers: Vec<usize>,

@@ -130,7 +130,7 @@ pub(super) struct PipelineFit {
     recompute: bool,
     micro_batch: usize,
     micro_batches: usize,
-    /// The maximum memory of a rank in bytes.
+    /// The memory, in bytes, of the rank that needs the most.
     bytes: u64,
 }
 

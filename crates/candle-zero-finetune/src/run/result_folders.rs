@@ -197,7 +197,7 @@ impl PreparedRun {
     /// Refuses result folders whose disk has too little room.
     ///
     /// # Errors
-    /// [`OutputError::NoSpace`], [`OutputError::Refused`].
+    /// [`OutputError::NoSpace`]; [`OutputError::Refused`]; [`Error::Io`].
     pub(super) fn check_room(&self) -> Result<()> {
         /// Room for descriptions and headers, and for the file system's entries.
         const OVERHEAD_BYTES: u64 = 1 << 16;

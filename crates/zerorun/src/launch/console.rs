@@ -131,7 +131,7 @@ pub(crate) fn eprint(line: &str) {
     let _ = write(ConsoleStream::Err, format!("{line}\n").as_bytes());
 }
 
-/// Whether some output of [`print()`] was lost.
+/// Whether some output of [`print()`] was lost for a reason other than a closed pipe.
 static OUTPUT_LOST: AtomicBool = AtomicBool::new(false);
 
 /// Returns false if some output was lost for a reason other than a closed pipe. The process must then end with an error.

@@ -7,9 +7,9 @@
 //! everything when a rank fails (`failure_report`). `restarts` decides whether the job starts again. `job_record` adds
 //! the output of the ranks, and how they ended, to the record of the run. Output of `zerorun` itself goes through
 //! `console`. `core_binding` gives each rank its own cores. `hosts` computes which ranks run on which host. `nodes`
-//! starts and connects the launchers of several hosts, or starts all ranks with `mpirun`; `pmi` connects the MPI
-//! libraries of the ranks. `remote_shell` runs commands on other hosts. In the ranks, `comm/rank_env.rs` reads the
-//! variables that the launcher has set.
+//! starts and connects the launchers of several hosts, and `pmi` connects the MPI libraries of the ranks; instead,
+//! `mpirun` can start all ranks. `remote_shell` runs commands on other hosts. In the ranks, `comm/rank_env.rs` reads
+//! the variables that the launcher has set.
 
 pub(crate) mod cargo_build;
 pub(crate) mod comm_backend;

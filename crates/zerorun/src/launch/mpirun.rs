@@ -2,7 +2,7 @@
 //! zerorun's own launchers.
 //!
 //! This process becomes `mpirun` ([`mpirun_args`] returns its arguments), whose exit code is the job's. This mode
-//! supports hosts that have only Open MPI: `zerorun` itself connects ranks using MPICH's protocol.
+//! supports hosts that have only Open MPI: `zerorun` itself uses MPICH's protocol to connect ranks.
 
 use super::exported_variables::exports;
 use super::hosts::error::HostsError;
@@ -69,8 +69,8 @@ impl MpirunFlavor {
 /// Becomes `mpirun`. Returns only on failure.
 ///
 /// # Errors
-/// Fails if there is no `mpirun` of this kind, the hosts need different values of `CUDA_VISIBLE_DEVICES`, or a variable
-/// or a word cannot be passed on.
+/// Fails if there is no `mpirun` of this kind, the working directory cannot be found, the hosts need different values
+/// of `CUDA_VISIBLE_DEVICES`, or a variable or a word cannot be passed on.
 pub(crate) fn become_mpirun(
     job: &LocalJobSpec,
     mpirun: &MpirunOptions,

@@ -36,8 +36,8 @@ const SIGTERM_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long the ranks may take to end after a signal to the launcher, unless `--grace` is given. This leaves time for a
 /// checkpoint; Slurm and Kubernetes allow the same by default.
 pub(crate) const DEFAULT_GRACE: Duration = Duration::from_secs(30);
-/// The time within which two signals count as one. `timeout` and some schedulers send a signal both to the launcher and
-/// to its process group.
+/// The time within which two identical signals count as one. `timeout` and some schedulers send a signal both to the
+/// launcher and to its process group.
 const DUPLICATE_SIGNAL_WINDOW: Duration = Duration::from_millis(250);
 /// The delay after which the end of a child process is noticed even if its event is lost.
 const TICK: Duration = Duration::from_millis(500);

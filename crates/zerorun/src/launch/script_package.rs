@@ -74,7 +74,7 @@ fn package_name(path: &Path) -> String {
 /// Returns the checkout that contains this library; `None` if it no longer exists and the registry must be used.
 ///
 /// # Errors
-/// Fails if another user may change the checkout, whose code a script would run.
+/// Fails if another user may change the checkout, whose code a script would run, or if the checkout cannot be examined.
 fn own_checkout() -> Result<Option<&'static Path>> {
     let dir = Path::new(CHECKOUT);
     let manifest = dir.join("Cargo.toml");
@@ -305,7 +305,7 @@ fn make_paths_absolute(manifest: &mut Table, dir: &Path) {
     }
 }
 
-/// Resolves `--features cuda` to the script's own feature of that name, else this library's.
+/// Resolves each name in `--features`, such as `cuda`, to the script's own feature of that name, else this library's.
 fn qualified_features(features: &str, manifest: &Table) -> String {
     let has = |table: &str, key: &str| manifest.get(table).and_then(|table| table.get(key)).is_some();
     let qualify = |feature: &str| {
@@ -320,7 +320,7 @@ fn qualified_features(features: &str, manifest: &Table) -> String {
 }
 
 /// Gives a package a Cargo.lock with the versions that this library was built with, so that the library's dependencies
-/// are compiled once for all scripts. Cargo then maintains the file until the seed itself changes.
+/// are compiled once for all scripts. Cargo then maintains the file until the library's own Cargo.lock changes.
 fn seed_lock(package_dir: &Path, lock: &[u8]) -> Result<()> {
     let lock_file = package_dir.join("Cargo.lock");
     let seed = package_dir.join("Cargo.lock.seed");

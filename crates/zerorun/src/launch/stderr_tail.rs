@@ -29,8 +29,9 @@ impl StderrTail {
     }
 
     /// Returns the last error or panic message. If there is none, returns `reason`, which the rank gave to the other
-    /// ranks. If there is no reason either, returns the last few lines of a rank that `ended_by_itself`. A rank that
-    /// was stopped had no time to print a reason, and its earlier output does not contain one.
+    /// ranks. If there is no reason either, returns the last few lines, other than progress, of a rank that
+    /// `ended_by_itself`. A rank that was stopped had no time to print a reason, and its earlier output does not
+    /// contain one.
     pub(super) fn failure_lines(&self, reason: Option<&str>, ended_by_itself: bool) -> Vec<String> {
         if let Some(begin) = self.0.iter().rposition(|line| begins_message(line)) {
             let message = self.0.range(begin..).take_while(|line| !ends_message(line));

@@ -130,7 +130,7 @@ impl MachineReport {
             Err(CommError::NoMpi { tried }) => (None, Some(format!("tried {tried}"))),
             Err(error) => (None, Some(error.to_string())),
         };
-        // This is tested with an unnamed file.
+        // Direct access is tested with an unnamed file.
         let direct_access = open_direct(&tempfile::tempfile_in(folder).map_err(write_error)?).is_some();
         let mut machine = Self {
             version: env!("CARGO_PKG_VERSION"),

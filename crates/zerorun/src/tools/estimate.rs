@@ -272,7 +272,7 @@ impl HostMemoryNeed {
     }
 }
 
-/// A column of the table.
+/// A column of the printed memory table.
 type MemoryColumn = fn(&MemoryRow) -> usize;
 
 /// The estimate, with its model and configuration.
@@ -412,7 +412,7 @@ impl EstimateReport {
         text
     }
 
-    /// Writes a line for each kind of memory in use, the sums, and the result of the paper's formula.
+    /// Writes a line for each kind of memory in use, the sums, and the result of the ZeRO paper's formula.
     fn write_memory(&self, text: &mut String) {
         let tiers: [(&str, MemoryColumn); 5] = [
             ("GPU, at most", |row| row.device.peak),
@@ -461,7 +461,7 @@ impl EstimateReport {
     }
 }
 
-/// Returns the table of the paper as JSON.
+/// Returns the ZeRO paper's table as JSON.
 fn table_json() -> Value {
     let cells = paper::MODELS.iter().flat_map(|(model, parameters)| {
         paper::DEGREES.iter().flat_map(move |ranks| {

@@ -3,7 +3,8 @@
 use std::path::Path;
 
 /// Returns the reason why a run failed, from its log: the first line that the launcher repeats from the first failed
-/// rank, else the last line about an error, else the last line.
+/// rank (for a panic, its message and location), else the program's last line about an error, else its last line, else
+/// the launcher's last line.
 pub(super) fn failure_reason(log: &Path) -> String {
     let text = String::from_utf8_lossy(&std::fs::read(log).unwrap_or_default()).into_owned();
     reason_in(&text)

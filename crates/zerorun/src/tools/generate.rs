@@ -270,7 +270,8 @@ impl AnswerGenerator<'_> {
 /// The times from which the speeds of the prompt and of the generated tokens are computed.
 struct GenerationSpeed<'a> {
     prompt: usize,
-    /// For the prompt and each token after it, the time from the start of the generation to the end of that step.
+    /// The times from the start of the generation to the end of each evaluation: that of the prompt, and that of each
+    /// token after it.
     times: &'a [Duration],
 }
 

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 /// The maximum number of slots of a host. A larger number is considered a typing error.
 pub(super) const MAX_SLOTS: usize = 1 << 16;
-/// The exclusive upper bound of core numbers. A larger number is considered a typing error: Linux supports at most
-/// 8192 cores.
+/// The exclusive upper bound of core numbers. This or any larger number is considered a typing error: Linux supports at
+/// most 8192 cores.
 pub(super) const MAX_CORES: usize = 1 << 16;
 
 /// An error about hosts, their slots, or the environment of their ranks.
@@ -235,7 +235,7 @@ pub enum HostsError {
          or an IP address"
     )]
     UnknownAddress {
-        /// The option that gave the name.
+        /// The option that gave the name, without its dashes.
         option: &'static str,
         /// The name.
         address: String,

@@ -6,7 +6,7 @@
 //! slot    0 1 2    1 0            local  0 1 2, 1 0: the rank modulo the number of ranks on the host, as in DeepSpeed
 //! ```
 //!
-//! DeepSpeed's launcher passes the placement of all ranks to each host in its world info: the JSON object `{"a": [0, 1,
+//! In its world info, DeepSpeed's launcher passes each host the placement of all ranks: the JSON object `{"a": [0, 1,
 //! 2], "b": [0, 1]}` in URL-safe base64.
 
 use super::HostSlots;

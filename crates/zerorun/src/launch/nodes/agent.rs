@@ -201,7 +201,7 @@ fn stopped_by(signal: Signal) -> LeaveReason {
     LeaveReason::Over(128 + signal.as_raw() as u8)
 }
 
-/// Joins the job, or returns the signal that ends the attempt. Temporary failures are retried.
+/// Joins the job, or returns the signal that interrupts joining. Temporary failures are retried.
 fn connect(
     options: &JoinOptions,
     events: &Receiver<LauncherEvent>,

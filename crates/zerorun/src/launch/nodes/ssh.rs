@@ -67,7 +67,7 @@ impl MultiHostOptions {
         Ok(WorldInfo::new(hosts)?)
     }
 
-    /// Returns the number of ranks if all of them are on this host.
+    /// Returns the number of ranks if all of them are on this host, unless `force_multi` is set.
     pub(crate) fn only_here(&self, world: &WorldInfo) -> Option<usize> {
         match world.hosts() {
             [host] if !self.force_multi && is_here(&host.name) => Some(host.slots.len()),
@@ -211,8 +211,8 @@ impl HostLauncher<'_> {
         status.map_or(EXIT_UNREACHABLE, |status| crate::launch::failure_report::RankExitStatus::of(status).exit_code())
     }
 
-    /// Asks the launcher to end. On another host, the first call ends the launcher's standard input, which has the
-    /// effect of SIGTERM whatever `signal` is; ssh keeps running to pass on the output.
+    /// Passes a signal to the launcher. On another host, the first call ends the launcher's standard input instead,
+    /// which has the effect of SIGTERM whatever `signal` is; ssh keeps running to pass on the output.
     fn signal(&mut self, signal: Signal) {
         if let Some(child) = &mut self.child
             && (self.local || child.stdin.take().is_none())

@@ -47,7 +47,7 @@ pub enum SweepToolError {
         /// The problem and its remedy.
         problem: String,
     },
-    /// A trial has no value of the metric.
+    /// A trial recorded no value of the metric in the steps of a job.
     #[error("metric is {metric}, but trial {trial} recorded no such value in {}; {found}",
         if first == last { format!("step {last}") } else { format!("steps {first} to {last}") })]
     NoMetric {

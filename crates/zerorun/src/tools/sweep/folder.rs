@@ -145,7 +145,8 @@ impl SweepFolder {
         Ok(StoredSweep { definition, directory, configuration: stored["configuration"].clone() })
     }
 
-    /// Returns whether the folder contains a sweep. A folder that contains other files but no sweep is refused.
+    /// Returns whether the folder contains a sweep. A folder that contains other files, except hidden ones, but no
+    /// sweep is refused.
     pub(super) fn has_sweep(&self) -> Result<bool> {
         let io = |source| Error::Io { action: "read", path: self.path.clone(), source };
         let entries = match std::fs::read_dir(&self.path) {

@@ -2,7 +2,8 @@
 //! how many cores and how much memory they have.
 //!
 //! A file with random contents is written into the folder and locked. Every host must read the same contents, because
-//! another host may continue its checkpoints, and must see the lock, because no two hosts may train the same trial.
+//! a trial may continue on another host from its checkpoint, and must see the lock, because no two hosts may train the
+//! same trial.
 
 use super::error::SweepToolError;
 use super::folder::SweepFolder;

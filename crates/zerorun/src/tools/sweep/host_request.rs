@@ -48,7 +48,7 @@ pub(super) struct TrainRequest {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) enum HostAnswer {
     Checked(HostCheckResult),
-    /// Another process still trains the trial.
+    /// Another process is still training the trial.
     Busy,
     /// The part has ended with this value of the metric, as text, because JSON has no numbers that are not finite.
     Value(String),
@@ -56,7 +56,8 @@ pub(super) enum HostAnswer {
     TrialFailed(String),
     /// The trial was killed by this signal.
     Killed(String),
-    /// The trial has no value of the metric. The strings are the names of the values that it recorded.
+    /// The trial recorded no value of the metric in this part. The strings are the names of all values that the trial
+    /// has recorded.
     NoMetric(Vec<String>),
     /// The request failed for this reason.
     Failed(String),

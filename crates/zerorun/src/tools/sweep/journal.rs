@@ -1,4 +1,4 @@
-//! The journal of a sweep: a file that only grows, in which every line is on disk before the sweep continues.
+//! The journal of a sweep: a file to which lines are appended, each of which is on disk before the sweep continues.
 //!
 //! ```text
 //!   {"event":"begin","parallel":2}                         a process begins or continues the sweep

@@ -113,7 +113,8 @@ impl RemoteTrial {
             Some(HostAnswer::Killed(signal)) => ProcessOutcome::Job(JobOutcome::Killed(signal)),
             Some(HostAnswer::NoMetric(names)) => ProcessOutcome::Job(JobOutcome::NoMetric(names)),
             Some(HostAnswer::Failed(why)) => return Err(failed(why).into()),
-            // The sweep, or the user, has killed the remote shell; the host itself may still be available.
+            // If a signal has killed the remote shell, it came from the sweep or the user, and the host itself may
+            // still be available.
             None | Some(HostAnswer::Checked(_)) => match status.signal() {
                 Some(signal) => ProcessOutcome::Job(JobOutcome::Killed(name(signal))),
                 None => ProcessOutcome::HostLost(no_answer_message(status, &output)),

@@ -200,7 +200,7 @@ impl SweepRunner {
     fn start_job(&mut self, at: usize) -> Result<()> {
         let job = self.jobs[at].job;
         let trial = self.state.sweep.trial(job.trial).expect("the trial of a job exists").clone();
-        // The last host may still have the checkpoint in memory.
+        // The host that last trained this trial may still have the checkpoint in memory.
         while let Some(lease) = self.hosts.acquire(self.state.hosts.get(&job.trial).map(String::as_str)) {
             match self.starter.start(&trial, &job, self.hosts.remote_name(lease), self.hosts.devices(lease))? {
                 TrialStartOutcome::Started(process) => {

@@ -20,8 +20,8 @@ pub(super) enum JobOutcome {
     Result(JobResult),
     /// A signal ended the job before its last step. The value is the name of the signal.
     Killed(String),
-    /// The job reached its last step, but did not record the metric. The strings are the names of the values that it
-    /// recorded.
+    /// The job reached its last step, but did not record the metric. The strings are the names of all values that the
+    /// trial has recorded.
     NoMetric(Vec<String>),
 }
 
@@ -120,7 +120,8 @@ impl TrialResultReader {
         Ok(runs)
     }
 
-    /// Returns what a trial recorded in the steps of a job.
+    /// Returns what a trial has recorded: the metric in the steps of a job, and the last step and the names of all
+    /// values.
     fn record_of(&self, job: &SweepJob) -> Result<TrialRecord> {
         let mut record = TrialRecord::default();
         for run in self.runs_of(job.trial)? {
@@ -138,10 +139,10 @@ impl TrialResultReader {
     }
 }
 
-/// The record of a trial in the steps of a job.
+/// The part of a trial's record that the result of a job depends on.
 #[derive(Debug, Default)]
 struct TrialRecord {
-    /// The newest value of the metric.
+    /// The newest value of the metric in the steps of the job.
     value: Option<f64>,
     /// The last recorded step of the trial.
     steps: u64,

@@ -367,7 +367,7 @@ impl TuneSearch {
         Ok(())
     }
 
-    /// Runs a candidate, or returns its known outcome.
+    /// Returns the outcome of a candidate, which is run unless its outcome is known or a rule excludes it.
     fn try_out(&mut self, candidate: &TuneCandidate) -> Result<TrialOutcome> {
         if let Some(row) = self.rows.iter().find(|row| row.candidate == *candidate) {
             return Ok(row.outcome.clone());

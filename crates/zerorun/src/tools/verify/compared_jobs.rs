@@ -1,4 +1,4 @@
-//! The compared jobs: the rows of the table, and the configuration of each.
+//! The compared jobs, each of which is a row of the table that `zerorun verify` prints, and their configurations.
 
 use super::compare::{FirstDifference, RankResults};
 use serde_json::{Value, json};

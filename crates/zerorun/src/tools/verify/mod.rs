@@ -1,9 +1,9 @@
 //! `zerorun verify`: trains the same small GPT at every stage, with and without offload, and in pipelines, and compares
 //! bits.
 //!
-//! Each row is a separate job, run as `zerorun` runs any job: ranks are processes that share memory. They are started
-//! from this executable (`train`) and leave their logs in a folder; `compare` finds the first difference between two
-//! rows.
+//! Each row of the printed table is a separate job, run as `zerorun` runs any job: ranks are processes that share
+//! memory. They are started from this executable (`train`) and leave their logs in a folder; `compare` finds the first
+//! difference between two rows.
 
 mod compare;
 mod compared_jobs;

@@ -1,4 +1,4 @@
-//! One rank of the job behind a row of the table: it trains, and writes its log.
+//! A rank of one of the jobs that `zerorun verify` compares: trains, and writes its log.
 
 use super::compare::RankResults;
 use candle_core::{DType, Device};

@@ -35,7 +35,7 @@ pub(super) struct ScalingJob {
     pub(super) accumulation: usize,
 }
 
-/// A row of the table: a job as a point on a curve.
+/// A row of the printed table: a job as a point on a curve.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct ScalingPoint {
     pub(super) kind: ScalingKind,
