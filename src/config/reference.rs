@@ -54,7 +54,7 @@ fn reference_markdown() -> String {
     text
 }
 
-/// Returns the status word of each key, but skips keys whose value is a section without a status of its own.
+/// Returns the status word of each key, but skips keys whose value is a section without its own status.
 fn words() -> impl Iterator<Item = &'static str> {
     let keys = sections().flat_map(|section| section.keys.iter().map(move |key| (section, key)));
     keys.filter(|(_, key)| key.kind != ConfigValueKind::Section || key.status != KeyStatus::Inherited)

@@ -224,8 +224,8 @@ fn what_a_plain_backward_gathered_is_gone_after_the_engines_next_call() {
             late.backward()?;
             engine.step()?;
             assert_eq!(gathered(&engine), 0, "{name}");
-            // In the first pass, units released their parameters one by one; the root kept those of its own that
-            // recomputing units might still have needed.
+            // In the first pass, units released their parameters one by one; the root kept those of its parameters
+            // that recomputing units might still have needed.
             assert!(after == 0 || name.contains("recomputing"), "{name}: {after} bytes");
             Ok(())
         })

@@ -1,5 +1,5 @@
-//! The keys of the sections that have no file of their own. Some sections have an effect, some are recorded with a note
-//! that they have none, and some are refused if they are on.
+//! The keys of the sections that have no separate file. Some sections have an effect, some are recorded with a note that
+//! they have none, and some are refused if they are on.
 
 use super::shorthand::*;
 
