@@ -58,21 +58,32 @@ pub(crate) fn capture(
     Ok(tensor)
 }
 
-/// Returns a tensor of the same values whose gradient is computed and then dropped, as in a backward pass that an engine
-/// runs without a step. Benches measure layers with it: neither a copy of the gradient nor a sum is added to their time.
+/// Returns a tensor of the same values, whose gradient is captured like that of an engine's parameter and then dropped.
+/// Benches measure layers with it: neither a copy of the gradient nor a sum is added to their time.
 ///
 /// # Errors
 ///
 /// Candle's errors, for example if the device has no memory for the copy of the values.
 pub fn drop_gradient(tensor: &Tensor) -> Result<Tensor> {
-    let slot = Arc::new(GradSlot::default());
-    let complete = slot.clone();
-    let leaf = empty_leaf(tensor.device(), &Shape::from(1))?;
-    let token = apply_precomputed("drop-gradient", &leaf, token_value(tensor.device())?, move |_, _| {
-        drop(complete.take());
-        Ok(None)
-    })?;
-    with_token(token, slot, "input", copy_storage(tensor)?)
+    let trained = Arc::new(AtomicBool::new(true));
+    capture(0, trained, Arc::new(DropGradients), tensor.device(), copy_storage(tensor)?)
+}
+
+/// Takes gradients and drops them.
+struct DropGradients;
+
+impl GradientSink for DropGradients {
+    fn takes_gradients(&self) -> bool {
+        true
+    }
+
+    fn gradient_arrived(&self, _: ParamId, _: DeferredGradient) -> Result<()> {
+        Ok(())
+    }
+
+    fn no_longer_needed(&self, _: ParamId) -> Result<()> {
+        Ok(())
+    }
 }
 
 #[cfg(test)]
