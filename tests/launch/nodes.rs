@@ -2,7 +2,9 @@
 
 use crate::mpi::{hosts, steps};
 use crate::support::cluster::{Hosts, Mpi};
-use crate::support::processes::{example, free_port, program, runs, send, start, stderr, stdout, wait_up_to, zerorun};
+use crate::support::processes::{
+    example, free_port, pids, program, runs, send, start, stderr, stdout, wait_for, wait_up_to, zerorun,
+};
 use crate::support::skips::skipped;
 use rustix::process::{Pid, Signal, kill_process};
 use std::path::{Path, PathBuf};
@@ -563,4 +565,46 @@ fn a_launcher_of_a_hostfile_that_cannot_start_its_ranks_ends_the_job() {
     let errors = stderr(&output);
     let line = errors.lines().find(|line| line.contains("the launcher on host")).unwrap_or(&errors);
     insta::assert_snapshot!(line, @"zerorun: the launcher on host far.invalid ended with exit code 127, and the others are waiting for it; see its output above");
+}
+
+/// Starts a job of two hosts, of which the first is this one unless `first_is_remote`, whose ranks write each signal that
+/// they receive to a file, and end one second after a signal that asks them to.
+fn recording_job(folder: &Path, signals: &[Signal], first_is_remote: bool) -> Output {
+    let shell = program(folder, "rsh", "exec sh -c \"$2\"");
+    let record = "trap 'echo usr1 >> $DIR/got.$RANK' USR1; trap 'echo usr2 >> $DIR/got.$RANK' USR2
+for signal in INT TERM HUP; do trap \"sleep 1; echo $signal >> $DIR/got.$RANK; exit 0\" $signal; done
+echo $$ > $DIR/new.$RANK; mv $DIR/new.$RANK $DIR/pid.$RANK; while :; do sleep 0.02; done";
+    let rank = program(folder, "rank", record);
+    let hosts = if first_is_remote { ["far-0.invalid", "far-1.invalid"] } else { ["localhost", "far-1.invalid"] };
+    let hostfile = folder.join("hosts");
+    std::fs::write(&hostfile, hosts.map(|host| format!("{host} slots=1\n")).concat()).unwrap();
+    let mut command = zerorun();
+    command.env("ZERORUN_RSH", shell).env("DIR", folder).args(["--master_addr", "127.0.0.1"]);
+    command.args(["--master_port", &free_port().to_string(), "--hostfile"]).arg(hostfile).arg(rank);
+    let child = start(&mut command);
+    let _kills = KillOnDrop(pids(folder, 2));
+    for (sent, signal) in signals.iter().enumerate() {
+        send(*signal, &child);
+        let received = |rank| std::fs::read_to_string(folder.join(format!("got.{rank}"))).unwrap_or_default();
+        wait_for("the signal on both hosts", || {
+            (0..2).all(|rank| received(rank).lines().count() == sent + 1).then_some(())
+        });
+    }
+    wait_with_output(child)
+}
+
+#[test]
+fn a_signal_to_the_launcher_of_a_hostfile_reaches_the_ranks_of_every_host() {
+    for (end, code, name) in [(Signal::INT, 130, "INT"), (Signal::TERM, 143, "TERM"), (Signal::HUP, 129, "HUP")] {
+        for first_is_remote in [false, true] {
+            let folder = tempfile::tempdir().unwrap();
+            let signals = [Signal::USR1, Signal::USR2, Signal::USR1, end];
+            let output = recording_job(folder.path(), &signals, first_is_remote);
+            assert_eq!(output.status.code(), Some(code), "{}", stderr(&output));
+            for rank in 0..2 {
+                let received = std::fs::read_to_string(folder.path().join(format!("got.{rank}"))).unwrap();
+                assert_eq!(received, format!("usr1\nusr2\nusr1\n{name}\n"), "rank {rank}: {}", stderr(&output));
+            }
+        }
+    }
 }

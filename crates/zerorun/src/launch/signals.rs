@@ -1,5 +1,5 @@
-//! The signals that reach the launcher, those that it passes on to the ranks, and the one that the kernel sends to the
-//! ranks when the launcher dies.
+//! The signals that reach the launcher, those that it passes on to the ranks or to other hosts' launchers, and the one
+//! that the kernel sends to the ranks when the launcher dies.
 
 use super::console;
 use crate::error::{Error, LaunchError, Result};
@@ -7,7 +7,7 @@ use candle_zero::stop_signal::ignored_signals;
 use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::Signals;
-use std::io;
+use std::io::{self, BufRead, Write};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -44,12 +44,13 @@ pub(crate) fn listen() -> Result<(Sender<LauncherEvent>, Receiver<LauncherEvent>
             for number in signals.forever() {
                 let event = match number {
                     SIGCHLD => LauncherEvent::Child,
-                    SIGINT => LauncherEvent::End(Signal::INT),
-                    SIGHUP => LauncherEvent::End(Signal::HUP),
-                    SIGTERM => LauncherEvent::End(Signal::TERM),
                     SIGTSTP => LauncherEvent::Suspend,
                     SIGUSR1 => LauncherEvent::Pass(Signal::USR1),
-                    _ => LauncherEvent::Pass(Signal::USR2),
+                    SIGUSR2 => LauncherEvent::Pass(Signal::USR2),
+                    number => match ending_signal(number) {
+                        Some(signal) => LauncherEvent::End(signal),
+                        None => continue,
+                    },
                 };
                 if matches!(event, LauncherEvent::End(_)) {
                     console::request_end();
@@ -62,6 +63,26 @@ pub(crate) fn listen() -> Result<(Sender<LauncherEvent>, Receiver<LauncherEvent>
         .map_err(setup)?;
     console::set_signals_handled();
     Ok((event_sender, receiver))
+}
+
+/// Returns the signal with this number if it asks a launcher to end.
+pub(super) fn ending_signal(number: i32) -> Option<Signal> {
+    [Signal::INT, Signal::TERM, Signal::HUP].into_iter().find(|signal| signal.as_raw() == number)
+}
+
+/// Writes a signal to the standard input of another host's launcher, as a line that [`read_signals`] reads.
+pub(crate) fn write_signal(to: &mut impl Write, signal: Signal) -> io::Result<()> {
+    to.write_all(format!("{}\n", signal.as_raw()).as_bytes())
+}
+
+/// Reads signals, each from a line with its number, until the input ends. Other lines are ignored.
+pub(crate) fn read_signals(from: impl BufRead, mut on_signal: impl FnMut(Signal)) {
+    use Signal as S;
+    let known = [S::INT, S::TERM, S::HUP, S::KILL, S::TSTP, S::CONT, S::USR1, S::USR2];
+    for line in from.lines() {
+        let Ok(line) = line else { break };
+        known.into_iter().find(|signal| signal.as_raw().to_string() == line.trim()).map(&mut on_signal);
+    }
 }
 
 /// Stops this process as Ctrl-Z does. Returns when it is continued.
@@ -96,6 +117,7 @@ pub(crate) fn die_with_parent(command: &mut Command, signal: Signal) {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
@@ -103,5 +125,17 @@ mod tests {
     fn signals_are_named() {
         assert_eq!(name(9), "SIGKILL (9)");
         assert_eq!(name(60), "signal 60");
+    }
+
+    #[test]
+    fn signals_arrive_in_their_order_and_other_lines_are_ignored() {
+        let mut lines = Vec::new();
+        for signal in [Signal::USR2, Signal::INT, Signal::KILL] {
+            write_signal(&mut lines, signal).unwrap();
+        }
+        lines.extend(b"\n64\n-2\nTERM\n 1 \n15");
+        let mut signals = Vec::new();
+        read_signals(&lines[..], |signal| signals.push(signal));
+        assert_eq!(signals, [Signal::USR2, Signal::INT, Signal::KILL, Signal::HUP, Signal::TERM]);
     }
 }

@@ -8,7 +8,7 @@ use super::wire::{
     StartCommand,
 };
 use crate::error::{HostsError, LaunchError, Result};
-use crate::launch::console::eprint;
+use crate::launch::console::{self, eprint};
 use crate::launch::local_job_spec::{LocalJobSpec, MultiHostContext};
 use crate::launch::pmi;
 use crate::launch::ranks::{self, RunEnd};
@@ -43,7 +43,7 @@ pub(super) struct JoinOptions {
     pub(super) hello: HostHello,
     /// Whether to join again after losing the first host.
     pub(super) rejoins: bool,
-    /// Whether the end of standard input is treated as SIGTERM.
+    /// Whether signals are read from standard input, whose end is treated as SIGTERM.
     pub(super) until_stdin_ends: bool,
 }
 
@@ -86,7 +86,7 @@ impl AgentInbox {
                 }
                 LauncherEvent::PeerMessage
             }
-            PeerEvent::Message(LauncherMessage::Signal(number)) => match (ending_signal(number), &*running) {
+            PeerEvent::Message(LauncherMessage::Signal(number)) => match (signals::ending_signal(number), &*running) {
                 (Some(signal), Some(running)) => running.forwarded_signal(signal),
                 _ => return,
             },
@@ -107,11 +107,6 @@ impl AgentInbox {
     }
 }
 
-/// Returns the signal with this number if it asks a launcher to end.
-fn ending_signal(number: i32) -> Option<Signal> {
-    [Signal::INT, Signal::TERM, Signal::HUP].into_iter().find(|signal| signal.as_raw() == number)
-}
-
 /// The reason why a host leaves the job.
 enum LeaveReason {
     /// The job is over, with this exit code.
@@ -130,8 +125,8 @@ pub(super) fn run(mut job: LocalJobSpec, options: &JoinOptions) -> Result<u8> {
     if options.until_stdin_ends {
         let sender = sender.clone();
         let listen = move || {
-            let _ = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
-            let _ = sender.send(LauncherEvent::End(Signal::TERM));
+            signals::read_signals(std::io::stdin().lock(), |signal| receive_signal(signal, &sender));
+            receive_signal(Signal::TERM, &sender);
         };
         std::thread::Builder::new()
             .name("standard input".into())
@@ -150,6 +145,19 @@ pub(super) fn run(mut job: LocalJobSpec, options: &JoinOptions) -> Result<u8> {
         }
         eprint("zerorun: this host rejoins as soon as the first host can be reached");
     }
+}
+
+/// Receives a signal from the launcher that started this one.
+fn receive_signal(signal: Signal, events: &Sender<LauncherEvent>) {
+    let event = match signals::ending_signal(signal.as_raw()) {
+        Some(signal) => {
+            console::request_end();
+            LauncherEvent::End(signal)
+        }
+        None => LauncherEvent::Pass(signal),
+    };
+    // The receiver exists until the job is over.
+    let _ = events.send(event);
 }
 
 fn run_session(

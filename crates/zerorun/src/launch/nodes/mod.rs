@@ -51,7 +51,8 @@ pub(crate) struct NodeOptions {
     pub(crate) master_addr: String,
     /// The local address at which the first host listens, or `None` for `master_addr`.
     pub(crate) bind_addr: Option<String>,
-    /// Whether the first line of standard input is the secret, and the end of standard input asks this launcher to end.
+    /// Whether the first line of standard input is the secret, later lines are signals, and the end of standard input
+    /// asks this launcher to end.
     pub(crate) until_stdin_ends: bool,
 }
 

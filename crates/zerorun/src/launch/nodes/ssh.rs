@@ -3,7 +3,7 @@
 //! Each launcher gets the same working directory, program and arguments, and the variables for other hosts
 //! ([`exports`]). The directory and the program must therefore be at the same path on all hosts. The secret is passed
 //! through the launcher's standard input, so that no process list shows it. If the user gives none, a new one is
-//! created.
+//! created. Signals are passed on in the same way.
 
 use super::listen_address::BIND_ADDR;
 use super::secret::JobSecret;
@@ -17,15 +17,16 @@ use crate::launch::hosts::{HostSlots, hostfile};
 use crate::launch::local_job_spec::LocalJobSpec;
 use crate::launch::mpirun::MpirunOptions;
 use crate::launch::remote_shell::{EXIT_UNREACHABLE, RemoteShellOptions, as_text, is_here, not_reached};
-use crate::launch::signals::{self, LauncherEvent, die_with_parent};
-use rustix::process::Signal;
+use crate::launch::signals::{self, LauncherEvent, die_with_parent, write_signal};
+use rustix::process::{Pid, Signal, kill_process};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
-/// The option that makes a launcher read the secret from its standard input, and end when its standard input ends.
+/// The option that makes a launcher read the secret and then signals from its standard input, and end when its standard
+/// input ends.
 pub(crate) const SECRET_FROM_STDIN: &str = "until_stdin_ends";
 /// The interval at which ended launchers are detected.
 const TICK: Duration = Duration::from_millis(300);
@@ -93,6 +94,8 @@ struct HostLauncher<'a> {
     child: Option<Child>,
     /// The time at which the launcher ended.
     ended: Option<Instant>,
+    /// How often it was asked to end.
+    end_requests: u32,
 }
 
 /// Runs the program of `job` on the hosts, through a launcher on each, and returns the exit code. Must be called on the
@@ -119,7 +122,8 @@ pub(crate) fn run(
         exports.push((DEVICES.into(), world.devices(node)));
         let shell = RemoteShellOptions { port: hosts.ssh_port, detects_lost_hosts: false };
         let command = command(host, local, &words, &exports, &shell);
-        launchers.push(HostLauncher { host, local, command, secret: secret.clone(), child: None, ended: None });
+        let secret = secret.clone();
+        launchers.push(HostLauncher { host, local, command, secret, child: None, ended: None, end_requests: 0 });
     }
     for launcher in &mut launchers {
         launcher.start()?;
@@ -140,9 +144,8 @@ pub(crate) fn run(
 fn supervise(launchers: &mut [HostLauncher<'_>], events: &Receiver<LauncherEvent>, restarts: bool) -> Result<u8> {
     loop {
         match events.recv_timeout(TICK) {
-            Ok(LauncherEvent::End(signal) | LauncherEvent::Pass(signal)) => {
-                launchers.iter_mut().for_each(|launcher| launcher.signal(signal));
-            }
+            Ok(LauncherEvent::End(signal)) => launchers.iter_mut().for_each(|launcher| launcher.end(signal)),
+            Ok(LauncherEvent::Pass(signal)) => launchers.iter_mut().for_each(|launcher| _ = launcher.pass_on(signal)),
             Ok(LauncherEvent::Suspend) => signals::suspend_self(),
             _ => {}
         }
@@ -169,7 +172,7 @@ fn supervise(launchers: &mut [HostLauncher<'_>], events: &Receiver<LauncherEvent
             };
             if let Some(text) = lost.filter(|_| !restarts) {
                 eprint(&text);
-                launchers.iter_mut().for_each(|launcher| launcher.signal(Signal::TERM));
+                launchers.iter_mut().for_each(|launcher| launcher.end(Signal::TERM));
                 wait_all(launchers);
                 return Ok(1);
             }
@@ -211,16 +214,33 @@ impl HostLauncher<'_> {
         status.map_or(EXIT_UNREACHABLE, |status| crate::launch::failure_report::RankExitStatus::of(status).exit_code())
     }
 
-    /// Passes a signal to the launcher. On another host, the first call ends the launcher's standard input instead,
-    /// which has the effect of SIGTERM whatever `signal` is; ssh keeps running to pass on the output.
-    fn signal(&mut self, signal: Signal) {
-        if let Some(child) = &mut self.child
-            && (self.local || child.stdin.take().is_none())
-        {
-            // A process that has ended needs no signal.
-            let _ = rustix::process::kill_process(rustix::process::Pid::from_child(child), signal);
+    /// Passes a signal to the launcher: directly on this host, through standard input on another one. Returns whether it
+    /// was sent.
+    fn pass_on(&mut self, signal: Signal) -> bool {
+        let Some(child) = &mut self.child else { return false };
+        match child.stdin.as_mut().filter(|_| !self.local) {
+            Some(stdin) => write_signal(stdin, signal).is_ok(),
+            None => send_signal(child, signal),
         }
     }
+
+    /// Asks the launcher to end. From the third time on, or if the signal cannot be passed on, ends ssh too, because the
+    /// host may be unreachable.
+    fn end(&mut self, signal: Signal) {
+        let is_sent = self.pass_on(signal);
+        self.end_requests += 1;
+        if let Some(child) = &self.child
+            && !self.local
+            && (!is_sent || self.end_requests > 2)
+        {
+            send_signal(child, signal);
+        }
+    }
+}
+
+/// Sends a signal to a process, and returns whether that succeeded. A process that has ended needs no signal.
+fn send_signal(child: &Child, signal: Signal) -> bool {
+    kill_process(Pid::from_child(child), signal).is_ok()
 }
 
 /// Returns the words that start a host's launcher.
@@ -286,8 +306,8 @@ fn command(
     } else {
         shell.command(&host.name, words, exports, &working_directory())
     };
-    // The end of standard input asks the launcher to end, even if the other host's processes would not notice that ssh
-    // has ended.
+    // Standard input passes on the secret and signals. Its end asks the launcher to end, even if the other host's
+    // processes would not notice that ssh has ended.
     command.stdin(Stdio::piped());
     std::os::unix::process::CommandExt::process_group(&mut command, 0);
     die_with_parent(&mut command, Signal::TERM);

@@ -7,10 +7,9 @@ use super::trial_launch::launch;
 use super::trial_results::{JobOutcome, TrialResultReader};
 use crate::error::{Error, LaunchError, Result};
 use crate::launch::console::{EXIT_SETUP, print, refused};
-use crate::launch::signals::{LauncherEvent, listen};
+use crate::launch::signals::{LauncherEvent, listen, read_signals};
 use candle_zero::sweep::SweepJob;
 use rustix::process::{Pid, Signal, kill_process};
-use std::io::BufRead as _;
 use std::path::Path;
 use std::process::{Command, ExitCode};
 use std::sync::mpsc::{RecvTimeoutError, Sender};
@@ -82,14 +81,9 @@ fn train(request: &TrainRequest) -> Result<HostAnswer> {
     })
 }
 
-/// Receives signals from standard input, each as a line with its number. The end of standard input acts as SIGTERM.
+/// Receives signals from standard input. The end of standard input acts as SIGTERM.
 fn receive_signals(events: &Sender<LauncherEvent>) {
-    let accepted_signals = [Signal::INT, Signal::TERM, Signal::KILL, Signal::TSTP, Signal::CONT];
-    for line in std::io::stdin().lock().lines() {
-        let Ok(line) = line else { break };
-        let signal = accepted_signals.into_iter().find(|signal| signal.as_raw().to_string() == line.trim());
-        // The receiver exists until this process ends.
-        _ = signal.map(|signal| events.send(LauncherEvent::Pass(signal)));
-    }
+    // The receiver exists until this process ends.
+    read_signals(std::io::stdin().lock(), |signal| _ = events.send(LauncherEvent::Pass(signal)));
     _ = events.send(LauncherEvent::End(Signal::TERM));
 }

@@ -8,11 +8,10 @@ use super::host_request::{HostAnswer, HostRequest, ON_HOST, last_line};
 use super::trial_results::{JobOutcome, ProcessOutcome};
 use crate::error::{Error, LaunchError, Result};
 use crate::launch::remote_shell::{RemoteShellOptions, as_text, not_reached};
-use crate::launch::signals::{die_with_parent, name};
+use crate::launch::signals::{die_with_parent, name, write_signal};
 use candle_zero::files;
 use rustix::process::{Pid, Signal, kill_process};
 use std::fs::File;
-use std::io::Write as _;
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -125,8 +124,7 @@ impl RemoteTrial {
     /// Passes a signal to the launcher. On a second SIGKILL, or if SIGKILL cannot be passed on, the remote shell is
     /// killed, because the host may not answer.
     pub(super) fn signal(&mut self, signal: Signal) {
-        let line = format!("{}\n", signal.as_raw());
-        let sent = self.child.stdin.as_mut().map(|stdin| stdin.write_all(line.as_bytes()));
+        let sent = self.child.stdin.as_mut().map(|stdin| write_signal(stdin, signal));
         if signal == Signal::KILL && (self.is_killed || !matches!(sent, Some(Ok(())))) {
             // A remote shell that has ended needs no signal.
             _ = kill_process(Pid::from_child(&self.child), signal);
