@@ -458,7 +458,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
                     // rows and `vectors` vectors of them for the block's steps; the sums have room for these rows and
                     // vectors, and only this task accesses them and these elements of the result.
                     unsafe {
-                        microkernel::select::<W>(n_rows, vectors)(block_steps.len(), a, b, sums, stride, start);
+                        microkernel::select::<W>(n_rows, vectors)(block_steps.len(), &a, b, sums, stride, start);
                         if last && !direct {
                             finish::<W::V, C>(output, tile, sums, stride);
                         }

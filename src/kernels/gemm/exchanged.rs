@@ -59,7 +59,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
                         // reads `n_rows` rows and `vectors` vectors of them for the block's steps; the sums have room
                         // for these rows and vectors, and only this task accesses them.
                         unsafe {
-                            microkernel::select::<W>(n_rows, vectors)(block_steps.len(), a, b, sums, stride, start);
+                            microkernel::select::<W>(n_rows, vectors)(block_steps.len(), &a, b, sums, stride, start);
                         }
                     }
                     row += n_rows;

@@ -123,7 +123,7 @@ impl<E: Element, C: Element> GemmPart<'_, E, C> {
             // of all rows and vectors.
             unsafe {
                 if let Some(piece) = piece {
-                    microkernel::select::<W>(n_rows, vectors)(steps.len(), a, piece, sums, task.width, start);
+                    microkernel::select::<W>(n_rows, vectors)(steps.len(), &a, piece, sums, task.width, start);
                 } else {
                     let (columns, steps) = ((task.col + vector * W::LANES, vectors), (steps.start, steps.len()));
                     unpacked::multiply::<W, E>(n_rows, a, &self.b, columns, steps, sums, task.width, start);

@@ -29,8 +29,12 @@ pub(super) enum AccumulatorInit {
 /// A function that computes the sums of the product of two matrices over `steps` steps. The argument `a` describes
 /// where the words of the left matrix are, `b` points to the words of the right matrix, which are packed in order, and
 /// rows of sums are `stride` apart.
+///
+/// `a` is a reference because a copy of it would be read as one vector directly after its fields have been written. The
+/// processor cannot forward such stores to the load, so each call would wait until the sums stored by the calls before
+/// it are in the cache.
 pub(super) type Microkernel =
-    unsafe fn(steps: usize, a: StridedWords, b: *const f32, sums: *mut f32, stride: usize, start: AccumulatorInit);
+    unsafe fn(steps: usize, a: &StridedWords, b: *const f32, sums: *mut f32, stride: usize, start: AccumulatorInit);
 
 /// The microkernels of an arithmetic.
 pub(super) trait Microkernels: GemmArithmetic {
@@ -67,7 +71,7 @@ kernels!(F32Words<Neon>, [1, 2, 4, 8], [1, 2, 3]);
 /// that this function reads and writes.
 unsafe fn kernel<A: GemmArithmetic, const R: usize, const N: usize>(
     steps: usize,
-    a: StridedWords,
+    a: &StridedWords,
     b: *const f32,
     sums: *mut f32,
     stride: usize,
@@ -85,21 +89,21 @@ unsafe fn kernel<A: GemmArithmetic, const R: usize, const N: usize>(
 #[inline(always)]
 unsafe fn tile<A: GemmArithmetic, const R: usize, const N: usize>(
     steps: usize,
-    a: StridedWords,
+    a: &StridedWords,
     b: *const f32,
     sums: *mut f32,
     stride: usize,
     start: AccumulatorInit,
 ) {
-    let step = a.step;
+    let StridedWords { first, row, step } = *a;
     // SAFETY: `a` holds a word for each row and step, `b` N vectors for each step, `sums` N vectors for each row.
     unsafe {
         let mut acc = load_sums::<A::V, R, N>(sums, stride, start == AccumulatorInit::Continue);
         // If the stride between steps is a constant, the compiler encodes most of an address in the instruction.
         match step {
-            1 => add_steps::<A, R, N>(&mut acc, steps, StridedWords { step: 1, ..a }, b),
-            _ if step == A::ROWS => add_steps::<A, R, N>(&mut acc, steps, StridedWords { step: A::ROWS, ..a }, b),
-            _ => add_steps::<A, R, N>(&mut acc, steps, a, b),
+            1 => add_steps::<A, R, N>(&mut acc, steps, StridedWords { first, row, step: 1 }, b),
+            _ if step == A::ROWS => add_steps::<A, R, N>(&mut acc, steps, StridedWords { first, row, step: A::ROWS }, b),
+            _ => add_steps::<A, R, N>(&mut acc, steps, *a, b),
         }
         if start == AccumulatorInit::Add {
             for (i, acc) in acc.iter_mut().enumerate() {
