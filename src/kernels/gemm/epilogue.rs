@@ -128,23 +128,30 @@ impl<'a, C: Element> EpilogueOutput<'a, C> {
     }
 
     /// Prefetches elements of the result and of the activation's inputs, which will be written, and elements of the
-    /// residual, which will be added.
+    /// residual, which will be added. The columns to the left have already been prefetched.
     #[inline(always)]
     pub(super) fn prefetch(&self, (row, rows): (usize, usize), (col, cols): (usize, usize)) {
-        let lines = (cols * size_of::<C>()).div_ceil(LINE);
+        let last = col + cols - 1;
         for i in row..row + rows {
-            // SAFETY: these are elements of the result.
-            let result = unsafe { self.result.at(i, col) }.cast::<u8>();
-            (0..lines).for_each(|line| prefetch_to_write(result.wrapping_add(line * LINE)));
+            // SAFETY: this is an element of the result.
+            let result = unsafe { self.result.at(i, last) };
+            lines_up_to(result, cols).for_each(prefetch_to_write);
             if let Some(before) = &self.activation_inputs {
                 // SAFETY: as above.
-                let before = unsafe { before.at(i, col) }.cast::<u8>();
-                (0..lines).for_each(|line| prefetch_to_write(before.wrapping_add(line * LINE)));
+                let before = unsafe { before.at(i, last) };
+                lines_up_to(before, cols).for_each(prefetch_to_write);
             }
             if let Some(residual) = &self.residual {
-                let residual = residual.as_ptr().wrapping_add(i * residual.row_stride() + col).cast::<u8>();
-                (0..lines).for_each(|line| prefetch_at(residual.wrapping_add(line * LINE)));
+                let residual = residual.as_ptr().wrapping_add(i * residual.row_stride() + last);
+                lines_up_to(residual, cols).for_each(prefetch_at);
             }
         }
     }
+}
+
+/// Returns addresses in the cache lines that contain `count` adjacent elements up to `last`. The line of the first
+/// elements may be left out if it begins before them.
+#[inline(always)]
+fn lines_up_to<C>(last: *const C, count: usize) -> impl Iterator<Item = *const u8> {
+    (0..(count * size_of::<C>()).div_ceil(LINE)).map(move |line| last.cast::<u8>().wrapping_sub(line * LINE))
 }
