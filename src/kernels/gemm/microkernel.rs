@@ -102,7 +102,9 @@ unsafe fn tile<A: GemmArithmetic, const R: usize, const N: usize>(
         // If the stride between steps is a constant, the compiler encodes most of an address in the instruction.
         match step {
             1 => add_steps::<A, R, N>(&mut acc, steps, StridedWords { first, row, step: 1 }, b),
-            _ if step == A::ROWS => add_steps::<A, R, N>(&mut acc, steps, StridedWords { first, row, step: A::ROWS }, b),
+            _ if step == A::ROWS => {
+                add_steps::<A, R, N>(&mut acc, steps, StridedWords { first, row, step: A::ROWS }, b)
+            }
             _ => add_steps::<A, R, N>(&mut acc, steps, *a, b),
         }
         if start == AccumulatorInit::Add {
