@@ -105,15 +105,16 @@ pub(super) unsafe fn product<T: StripProducts>(
         let vectors = remaining.div_ceil(remaining.div_ceil(T::STRIPS.len()));
         let (c, b) = (c[column..].as_mut_ptr(), b[column..].as_ptr());
         // SAFETY: the sizes were checked, and the strip ends within the columns.
-        unsafe { T::STRIPS[vectors - 1]((c, c_stride), start, a, (b, b_stride), [rows, depth]) };
+        unsafe { T::STRIPS[vectors - 1]((c, c_stride), start, &a, (b, b_stride), [rows, depth]) };
         column += vectors * T::V::LANES;
     }
 }
 
 /// A product with some vectors of columns: result, initial value, left and right factor, number of rows, and number of
-/// words along the summed dimension.
+/// words along the summed dimension. The left factor is a reference because a copy would be read as vectors
+/// directly after its fields have been written, and such a read waits for all earlier stores.
 pub(super) type StripProduct =
-    unsafe fn((*mut f32, usize), start: ProductInit<'_>, a: LeftFactor<'_>, b: (*const f32, usize), size: [usize; 2]);
+    unsafe fn((*mut f32, usize), start: ProductInit<'_>, a: &LeftFactor<'_>, b: (*const f32, usize), size: [usize; 2]);
 
 /// Computes a strip of `N` vectors, up to `R` rows at a time.
 ///
@@ -123,7 +124,7 @@ pub(super) type StripProduct =
 pub(super) unsafe fn strip<W: PackedWords, const R: usize, const N: usize>(
     (c, c_stride): (*mut f32, usize),
     start: ProductInit<'_>,
-    a: LeftFactor<'_>,
+    a: &LeftFactor<'_>,
     b: (*const f32, usize),
     [rows, depth]: [usize; 2],
 ) {
