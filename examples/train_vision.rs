@@ -124,7 +124,7 @@ fn run(args: &Args) -> anyhow::Result<()> {
         "a batch has {batch} images, but the number of training images is {}; give more",
         training.len()
     );
-    ensure!(validation.len() > 0, "--validation is 0; an accuracy needs at least one image");
+    ensure!(validation.len() > 0, "--validation is 0; computing the accuracy requires at least one image");
     let all_steps = per_epoch * args.epochs;
     let steps = args.steps.map_or(all_steps, |limit| limit.min(all_steps));
 

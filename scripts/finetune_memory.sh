@@ -31,8 +31,19 @@ for line in lines:
 PY
 }
 
+# Creates a model unless its folder exists. The space that its files and the files of parameters need is checked first.
+model() { # shape, folder, GB
+    [ -d "$2" ] && return
+    local free; free=$(($(df -Pk "$work" | awk 'NR == 2 { print $4 }') * 1024 / 1000000000))
+    if [ "$free" -lt "$3" ]; then
+        echo "the shape $1 needs $3 GB in $work, which has $free GB; set WORK to a folder with more space" >&2
+        exit 1
+    fi
+    python3 scripts/make_model.py "$1" "$2" "$tokenizer"
+}
+
 one_b() {
-    [ -d "$work/1b" ] || python3 scripts/make_model.py llama-3.2-1b "$work/1b" "$tokenizer"
+    model llama-3.2-1b "$work/1b" 4
     rm -rf "$work/out1" "$work/save1" "$work/m1.jsonl"
     run() {
         (ulimit -d $((2 << 20)); exec "$zerorun" finetune "$work/1b" --dtype bf16 --data "$data" --ctx "$ctx" --batch 1 --steps 4 \
@@ -55,7 +66,7 @@ one_b() {
 }
 
 seven_b() {
-    [ -d "$work/7b" ] || python3 scripts/make_model.py llama-2-7b "$work/7b" "$tokenizer"
+    model llama-2-7b "$work/7b" 18
     rm -rf "$work/out7" "$work/m7.jsonl"
     (ulimit -d $((6 << 20)); exec "$zerorun" finetune "$work/7b" -n 2 --qlora --dtype bf16 --data "$data" --ctx "$ctx" --batch 2 --steps 3 \
         --out "$work/out7" --metrics "$work/m7.jsonl" --cache "$work/cache")
@@ -63,9 +74,9 @@ seven_b() {
     ls -l "$work/out7"
 }
 
-mixture() { # shape, limit in kB
+mixture() { # shape, limit in kB, GB on disk
     local folder=$work/$1
-    [ -d "$folder" ] || python3 scripts/make_model.py "$1" "$folder" "$tokenizer"
+    model "$1" "$folder" "$3"
     rm -rf "$folder".out "$folder".jsonl
     mkdir -p "$folder.files"
     # By default, the first 1e9 elements stay in memory, as in DeepSpeed.
@@ -81,8 +92,8 @@ for name in "${@:-1b}"; do
     case $name in
         1b) one_b ;;
         7b) seven_b ;;
-        olmoe) mixture olmoe-1b-7b $((2000000000 / 1024)) ;;
-        qwen3) mixture qwen3-30b-a3b $((4000000000 / 1024)) ;;
+        olmoe) mixture olmoe-1b-7b $((2000000000 / 1024)) 19 ;;
+        qwen3) mixture qwen3-30b-a3b $((4000000000 / 1024)) 79 ;;
         *) echo "usage: give 1b, 7b, olmoe or qwen3, not $name"; exit 2 ;;
     esac
 done

@@ -56,7 +56,7 @@
 //! | publish | distribute updated shards to all ranks (stages 1 and 2) | all-gather of updated parameters |
 //! | ledger | the record of allocated model-state memory by kind: see [`Engine::memory_report`] | no common term |
 //! | pipeline stage, chunk | consecutive layers that one rank holds; one of several such stages of a rank | the same |
-//! | island, local steps | ranks that train without the others for many steps; these steps | DiLoCo worker, inner steps |
+//! | island, local steps | ranks that train by themselves for many steps; these steps | DiLoCo worker, inner steps |
 //! | slot, donor | the place of an island in a run; the island that gives its state to a joining one | no common term |
 //! | holders | with expert parallelism, the ranks that hold the same experts | expert data-parallel group (DeepSpeed) |
 //! | outer step | the update with the mean change of all islands | the same (DiLoCo) |

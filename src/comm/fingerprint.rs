@@ -6,6 +6,7 @@ use super::engine_call;
 use super::wire::format::WireFormat;
 use super::wire::inter_host::InterHostFormat;
 use crate::precision::IntFormat;
+use crate::util::counted;
 use candle_core::DType;
 use std::fmt;
 
@@ -92,7 +93,7 @@ impl CollectiveFingerprint {
 
 /// Returns the content hash in the text of a collective: the low half of the tag.
 pub(crate) fn content_of(text: &str) -> Option<u32> {
-    let (_, content) = text.rsplit_once("(content ")?;
+    let (_, content) = text.rsplit_once("(content hash ")?;
     u32::from_str_radix(content.strip_suffix(')')?.trim_end_matches(')'), 16).ok()
 }
 
@@ -100,9 +101,10 @@ impl fmt::Display for CollectiveFingerprint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let kind = CollectiveKind::ALL.iter().find(|k| **k as u64 == self.kind).map_or("unknown", |k| k.name());
         let name_at = |names: &[&'static str], i: u64| names.get(i as usize).copied().unwrap_or("unknown");
-        let dtype = name_at(&["bytes", "f32", "bf16", "f16", "f64"], self.dtype % (1 << WIRE_SHIFT));
+        let units = ["byte", "f32 element", "bf16 element", "f16 element", "f64 element"];
+        let elements = counted(self.elements, name_at(&units, self.dtype % (1 << WIRE_SHIFT)));
         let wire = name_at(&WIRE_FORMATS, self.dtype >> WIRE_SHIFT);
-        write!(f, "{kind} no. {} with {} {dtype}{wire} (content {:08x})", self.sequence, self.elements, self.tag as u32)
+        write!(f, "{kind} no. {} with {elements}{wire} (content hash {:08x})", self.sequence, self.tag as u32)
     }
 }
 
@@ -131,7 +133,10 @@ mod tests {
             .map(|wire| CollectiveFingerprint::new(1, CollectiveKind::AllReduce, wire, DType::F32, 9, 0).to_string())
             .collect();
         for (i, text) in texts.iter().enumerate() {
-            assert!(!texts[..i].contains(text) && text.contains(&format!("f32{} (", WIRE_FORMATS[i])), "{text}");
+            assert!(
+                !texts[..i].contains(text) && text.contains(&format!("f32 elements{} (", WIRE_FORMATS[i])),
+                "{text}"
+            );
         }
     }
 }

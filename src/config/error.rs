@@ -23,7 +23,7 @@ pub enum ConfigError {
     /// The text of a configuration is not Hjson (JSON with comments and other additions, as in DeepSpeed).
     #[error("{origin}: {position}: expected {expected}, found {found}")]
     Syntax {
-        /// The file, or "the configuration text".
+        /// The file, or "the configuration given as text".
         origin: String,
         /// The position of the error.
         position: TextPosition,
@@ -35,7 +35,7 @@ pub enum ConfigError {
     /// A key occurs twice in one object.
     #[error("{origin}: duplicate key: `{path}` is given twice, at {first} and at {second}; remove one of them")]
     DuplicateKey {
-        /// The file, or "the configuration text".
+        /// The file, or "the configuration given as text".
         origin: String,
         /// The path of the key.
         path: String,
@@ -47,7 +47,7 @@ pub enum ConfigError {
     /// A configuration can be read but breaks rules. All problems are listed, in file order.
     #[error("{origin}{}", ProblemList(problems))]
     Problems {
-        /// The file, "the configuration text" or "the configuration value".
+        /// The file, "the configuration given as text" or "the configuration given as a value".
         origin: String,
         /// The problems; at least one.
         problems: Vec<ConfigProblem>,

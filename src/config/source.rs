@@ -68,9 +68,9 @@ impl ConfigSource {
     fn open(self) -> Result<OpenedSource> {
         let (origin, root) = match self {
             Self::Resolved(config) => return Ok(OpenedSource::Resolved(config)),
-            Self::Value(value) => ("the configuration value".to_string(), JsonNode::from_value(&value)),
+            Self::Value(value) => ("the configuration given as a value".to_string(), JsonNode::from_value(&value)),
             Self::Text(text) => {
-                let origin = "the configuration text".to_string();
+                let origin = "the configuration given as text".to_string();
                 let root = read(&origin, text.as_bytes())?;
                 (origin, root)
             }

@@ -23,7 +23,7 @@ impl<M> Engine<M> {
     }
 
     /// Returns whether no accumulation is in progress: the last [`step`](Self::step) ended one, and no backward pass
-    /// has run since. This is the point for an evaluation or a checkpoint.
+    /// has run since. This is the right time for an evaluation or a checkpoint.
     ///
     /// ```
     /// # use candle_core::{DType, Device, Tensor};

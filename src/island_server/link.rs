@@ -41,7 +41,7 @@ pub(crate) enum EntryMode {
 /// The result of an exchange.
 #[derive(Debug)]
 pub(crate) struct ExchangedMean {
-    /// The samples of all members; 0 if no member has trained.
+    /// The number of samples of all members; 0 if no member has trained.
     pub samples: u64,
     /// The slots of the islands that took part.
     pub members: Vec<usize>,

@@ -94,13 +94,12 @@ impl fmt::Display for MeshError {
                     (Some(ranks), true) => format!("exactly {}", counted(*ranks, "rank")),
                     (Some(ranks), false) => format!("a multiple of {}", counted(*ranks, "rank")),
                 };
-                let axes = if axes.is_empty() { "no axis" } else { axes };
+                let axes = if axes.is_empty() { "none" } else { axes };
                 write!(
                     f,
-                    "{} {} not fit the lengths of the axes ({axes}), which require {needed}; start a different number \
-                     of ranks or change these lengths",
+                    "{} cannot be divided into groups of the configured sizes ({axes}), which need {needed}; start a \
+                     different number of ranks, or change these sizes",
                     counted(*world_size, "rank"),
-                    if *world_size == 1 { "does" } else { "do" }
                 )
             }
         }
@@ -275,8 +274,8 @@ mod tests {
     #[test]
     fn a_mesh_that_does_not_fit_the_ranks_is_refused() {
         let refused = |world_size, axes: &[_]| RankMesh::new(world_size, axes).unwrap_err().to_string();
-        insta::assert_snapshot!(refused(6, &[(Pipeline, 4)]), @"6 ranks do not fit the lengths of the axes (pipeline 4), which require a multiple of 4 ranks; start a different number of ranks or change these lengths");
-        insta::assert_snapshot!(refused(8, &[(Data, 2), (Tensor, 2)]), @"8 ranks do not fit the lengths of the axes (data 2 x tensor 2), which require exactly 4 ranks; start a different number of ranks or change these lengths");
+        insta::assert_snapshot!(refused(6, &[(Pipeline, 4)]), @"6 ranks cannot be divided into groups of the configured sizes (pipeline 4), which need a multiple of 4 ranks; start a different number of ranks, or change these sizes");
+        insta::assert_snapshot!(refused(8, &[(Data, 2), (Tensor, 2)]), @"8 ranks cannot be divided into groups of the configured sizes (data 2 x tensor 2), which need exactly 4 ranks; start a different number of ranks, or change these sizes");
         insta::assert_snapshot!(refused(8, &[(Pipeline, 0)]), @"the pipeline axis has length 0; it must be at least 1");
         insta::assert_snapshot!(refused(8, &[(Pipeline, 2), (Pipeline, 2)]), @"the pipeline axis is given twice; give each axis once");
         assert!(RankMesh::new(8, &[(Pipeline, usize::MAX), (Tensor, 3)]).is_err());

@@ -1,8 +1,7 @@
 //! Learning rate and momentum by step: DeepSpeed's five schedules with its arithmetic, or a custom schedule.
 //!
 //! DeepSpeed's counter `it` starts at -1. Constructing a schedule already applies the values of `it = -1`, so optimizer
-//! step n (counted from 1) runs with those of `it = n - 2`, and the first **two** steps of a warm-up run at its
-//! minimum.
+//! step n (counted from 1) uses those of `it = n - 2`, and the first **two** steps of a warm-up use its minimum.
 
 mod one_cycle;
 mod warmup;

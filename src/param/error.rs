@@ -51,7 +51,9 @@ pub enum ParamError {
         index: usize,
     },
     /// A name pattern that freezes no parameter.
-    #[error("{pattern} selects no parameter to freeze; the model has {names} (* matches any characters, as in h.*)")]
+    #[error(
+        "the pattern `{pattern}` selects no parameter to freeze; the model has {names} (* matches any characters, as in h.*)"
+    )]
     NothingOfPattern {
         /// The pattern.
         pattern: String,
@@ -301,16 +303,16 @@ pub enum ParamError {
         /// The file.
         file: String,
     },
-    /// A parameter whose tensor is missing.
+    /// A parameter or buffer whose tensor is missing.
     #[error(
         "{} has no tensor {name} of shape {shape:?}, which the model needs; the file must hold exactly the model's \
-         parameters; it has {existing}",
+         tensors; it has {existing}",
         path.display()
     )]
     MissingTensor {
         /// The file.
         path: PathBuf,
-        /// The parameter.
+        /// The parameter or buffer.
         name: String,
         /// The shape in the model.
         shape: Vec<usize>,

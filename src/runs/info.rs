@@ -58,7 +58,7 @@ pub struct RunInfo {
 pub struct RunVersions {
     /// The version of this library.
     pub candle_zero: String,
-    /// Whether the program was built without optimization.
+    /// Whether the program was built with debug assertions, as unoptimized builds usually are.
     pub debug: bool,
     /// The cargo features of this library.
     pub features: Vec<String>,

@@ -194,7 +194,10 @@ fn a_rank_that_sends_another_form_of_the_same_elements_is_told_apart() {
     };
     for error in errors_of_others(odd) {
         let text = error.to_string();
-        assert!(text.contains("with 8 f32 as int4") && text.contains("with 8 f32 (content"), "{text}");
+        assert!(
+            text.contains("with 8 f32 elements as int4") && text.contains("with 8 f32 elements (content"),
+            "{text}"
+        );
     }
 }
 
@@ -228,19 +231,19 @@ fn ranks_that_diverge_are_told_both_sides() {
         let mine = comm.all_gather(Flat::from(vec![1.0; 5]), 7).wait().unwrap_err();
         assert!(matches!(mine, Error::Comm(CommError::Diverged { rank: 1, .. })), "{mine}");
     });
-    insta::assert_snapshot!(errors[0], @"ranks have diverged: rank 0 is in all_reduce no. 1 with 8 f32 (content 00000007), and rank 1 is in all_gather no. 1 with 5 f32 (content 00000007); every rank must run the same model with the same configuration, and make the same calls in the same order: forward, step, eval, save_checkpoint, load_checkpoint and exports must be called on all ranks, never on only some of them as in `if rank == 0`");
+    insta::assert_snapshot!(errors[0], @"ranks have diverged: rank 0 is in all_reduce no. 1 with 8 f32 elements (content hash 00000007), and rank 1 is in all_gather no. 1 with 5 f32 elements (content hash 00000007); every rank must run the same model with the same configuration, and make the same calls in the same order: forward, step, eval, save_checkpoint, load_checkpoint and exports must be called on all ranks, never on only some of them as in `if rank == 0`");
 }
 
 #[test]
 fn a_rank_that_leaves_early_is_named() {
     let errors = errors_of_others(drop);
-    insta::assert_snapshot!(errors[1], @"rank 1 left the job while rank 2 waited for it in all_reduce no. 1 with 8 f32 (content 00000007); every rank must run the same number of steps and make the same number of collective calls");
+    insta::assert_snapshot!(errors[1], @"rank 1 left the job while rank 2 waited for it in all_reduce no. 1 with 8 f32 elements (content hash 00000007); every rank must run the same number of steps and make the same number of collective calls");
 }
 
 #[test]
 fn a_rank_that_gives_up_is_named_with_its_reason() {
     let errors = errors_of_others(|comm| comm.abort("the loss is NaN"));
-    insta::assert_snapshot!(errors[0], @"rank 1 stopped (the loss is NaN) while rank 0 waited in all_reduce no. 1 with 8 f32 (content 00000007)");
+    insta::assert_snapshot!(errors[0], @"rank 1 stopped (the loss is NaN) while rank 0 waited in all_reduce no. 1 with 8 f32 elements (content hash 00000007)");
 }
 
 #[test]
@@ -254,7 +257,7 @@ fn a_rank_that_does_not_come_is_a_timeout() {
     let mut ranks = threads::communicators(2, Duration::from_millis(300)).unwrap();
     let absent = ranks.pop().unwrap();
     let error = ranks[0].barrier().wait().unwrap_err();
-    insta::assert_snapshot!(error, @"rank 0 waited 300ms for rank 1 in barrier no. 1 with 0 bytes (content 00000000); if a step may take longer, raise the limit (zerorun --timeout)");
+    insta::assert_snapshot!(error, @"rank 0 waited 300ms for rank 1 in barrier no. 1 with 0 bytes (content hash 00000000); if a step may take longer, raise the limit (zerorun --timeout)");
     // The ranks stay out of step: the same error is returned again, immediately.
     assert!(matches!(ranks[0].barrier().wait(), Err(Error::Comm(CommError::Timeout { .. }))));
     drop(ranks);

@@ -102,7 +102,7 @@ fn a_message_that_the_other_rank_does_not_expect_is_an_error_that_shows_both() {
     let sender_error = errors.next().unwrap();
     let receiver_error = errors.next().unwrap();
     assert!(sender_error.contains("rank 1 stopped"), "{sender_error}");
-    assert!(receiver_error.starts_with("ranks have diverged: rank 1 is in receive no. 1 with 6 f32 (content 000000cd), and rank 0 is in send no. 1 with 5 f32 (content 000000ab)"), "{receiver_error}");
+    assert!(receiver_error.starts_with("ranks have diverged: rank 1 is in receive no. 1 with 6 f32 elements (content hash 000000cd), and rank 0 is in send no. 1 with 5 f32 elements (content hash 000000ab)"), "{receiver_error}");
 }
 
 #[test]

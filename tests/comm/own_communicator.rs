@@ -303,7 +303,7 @@ fn ranks_of_four_methods_that_diverge_are_told_both_sides() {
         let error = error.unwrap_err();
         assert!(matches!(error, Error::Comm(CommError::Diverged { .. })), "{error}");
         let text = error.to_string();
-        assert!(text.contains("(content 00000007)") && text.contains("(content 00000008)"), "{text}");
+        assert!(text.contains("(content hash 00000007)") && text.contains("(content hash 00000008)"), "{text}");
     }
 }
 

@@ -695,10 +695,10 @@ fn experts_are_divided_among_as_many_ranks_as_requested() {
         Config::load(with(more), 4).unwrap_err().to_string()
     };
     let two = || json!({"enabled": true, "autoep_size": 2});
-    insta::assert_snapshot!(refused(json!({"enabled": true, "autoep_size": 8}), json!({})), @"the configuration value: `expert_parallel.autoep_size`: expected a divisor of the number of ranks, 4 (one of 1, 2, 4), found 8");
-    insta::assert_snapshot!(refused(two(), json!({"stage": 3, "zero_hpz_partition_size": 2})), @"the configuration value: `expert_parallel.autoep_size`: 2 cannot be used together with zero_optimization.zero_hpz_partition_size, because experts are not gathered between hosts; remove expert_parallel or zero_optimization.zero_hpz_partition_size");
-    insta::assert_snapshot!(refused(two(), json!({"stage": 3, "zero_quantized_weights": true})), @"the configuration value: `expert_parallel.autoep_size`: 2 cannot be used together with zero_optimization.zero_quantized_weights or zero_quantized_gradients, because collectives among the ranks of an expert are not compressed; remove expert_parallel or zero_optimization.zero_quantized_weights or zero_quantized_gradients");
-    insta::assert_snapshot!(refused(json!({"enabled": true, "autoep_size": 2, "route_norm": true}), json!({})), @"the configuration value: `expert_parallel.route_norm`: true is not supported: the model's code or its config.json determines how tokens are routed, and ignoring the key would change training");
+    insta::assert_snapshot!(refused(json!({"enabled": true, "autoep_size": 8}), json!({})), @"the configuration given as a value: `expert_parallel.autoep_size`: expected a divisor of the number of ranks, 4 (one of 1, 2, 4), found 8");
+    insta::assert_snapshot!(refused(two(), json!({"stage": 3, "zero_hpz_partition_size": 2})), @"the configuration given as a value: `expert_parallel.autoep_size`: 2 cannot be used together with zero_optimization.zero_hpz_partition_size, because experts are not gathered between hosts; remove expert_parallel or zero_optimization.zero_hpz_partition_size");
+    insta::assert_snapshot!(refused(two(), json!({"stage": 3, "zero_quantized_weights": true})), @"the configuration given as a value: `expert_parallel.autoep_size`: 2 cannot be used together with zero_optimization.zero_quantized_weights or zero_quantized_gradients, because collectives among the ranks of an expert are not compressed; remove expert_parallel or zero_optimization.zero_quantized_weights or zero_quantized_gradients");
+    insta::assert_snapshot!(refused(json!({"enabled": true, "autoep_size": 2, "route_norm": true}), json!({})), @"the configuration given as a value: `expert_parallel.route_norm`: true is not supported: the model's code or its config.json determines how tokens are routed, and ignoring the key would change training");
 }
 
 #[test]

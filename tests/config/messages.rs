@@ -53,12 +53,12 @@ fn a_string_without_quotes_that_took_in_what_follows() {
 
 #[test]
 fn names_and_numbers_that_no_terminal_should_see() {
-    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"\\u001b[31mred\": 1}", 1), @r"the configuration text: line 1, column 25: `\u{1b}[31mred`: not a key at the top level, and no name is similar; remove it, or start its name with `_` if it is a comment");
-    insta::assert_snapshot!(refusal(&format!("{{\"train_batch_size\": 8, \"{}\": 1}}", "k".repeat(100_000)), 1), @"the configuration text: line 1, column 25: `kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk...`: not a key at the top level, and no name is similar; remove it");
-    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"optimizer\": {\"type\": \"\\u001b[2J\"}}", 1), @r#"the configuration text: line 1, column 39: `optimizer.type`: "\u{1b}[2J" is unknown; use Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, LARS, Adafactor, AdamWScheduleFree, Adam8bit, AdamW8bit or Lion8bit."#);
-    insta::assert_snapshot!(refusal("{\"train_batch_size\": 9223372036854775808}", 1), @"the configuration text: line 1, column 22: `train_batch_size`: expected at most 9223372036854775807, found 9223372036854775808");
-    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"steps_per_print\": 18446744073709551615}", 1), @"the configuration text: line 1, column 44: `steps_per_print`: expected at most 9223372036854775807, found 18446744073709551615");
-    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"optimizer\": {\"type\": \"AdamW\", \"params\": {\"learning_rate\": 1}}}", 1), @"the configuration text: line 1, column 67: `optimizer.params.learning_rate`: not a key of `optimizer.params`; did you mean `optimizer.params.lr`?");
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"\\u001b[31mred\": 1}", 1), @r"the configuration given as text: line 1, column 25: `\u{1b}[31mred`: not a key at the top level, and no name is similar; remove it, or start its name with `_` if it is a comment");
+    insta::assert_snapshot!(refusal(&format!("{{\"train_batch_size\": 8, \"{}\": 1}}", "k".repeat(100_000)), 1), @"the configuration given as text: line 1, column 25: `kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk...`: not a key at the top level, and no name is similar; remove it");
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"optimizer\": {\"type\": \"\\u001b[2J\"}}", 1), @r#"the configuration given as text: line 1, column 39: `optimizer.type`: "\u{1b}[2J" is unknown; use Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, LARS, Adafactor, AdamWScheduleFree, Adam8bit, AdamW8bit or Lion8bit."#);
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 9223372036854775808}", 1), @"the configuration given as text: line 1, column 22: `train_batch_size`: expected at most 9223372036854775807, found 9223372036854775808");
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"steps_per_print\": 18446744073709551615}", 1), @"the configuration given as text: line 1, column 44: `steps_per_print`: expected at most 9223372036854775807, found 18446744073709551615");
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"optimizer\": {\"type\": \"AdamW\", \"params\": {\"learning_rate\": 1}}}", 1), @"the configuration given as text: line 1, column 67: `optimizer.params.learning_rate`: not a key of `optimizer.params`; did you mean `optimizer.params.lr`?");
 }
 
 #[test]
@@ -73,32 +73,32 @@ fn a_duplicate_key() {
 
 #[test]
 fn wrong_types() {
-    insta::assert_snapshot!(refusal("{\"train_batch_size\": \"8\"}", 1), @r#"the configuration text: line 1, column 22: `train_batch_size`: expected a whole number, found the string "8""#);
-    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"fp16\": null}", 1), @"the configuration text: line 1, column 33: `fp16`: expected an object `{...}`, found null");
-    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"zero_optimization\": {\"stage\": [1]}}", 1), @"the configuration text: line 1, column 56: `zero_optimization.stage`: expected a whole number (0 to 3), found a list of length 1");
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": \"8\"}", 1), @r#"the configuration given as text: line 1, column 22: `train_batch_size`: expected a whole number, found the string "8""#);
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"fp16\": null}", 1), @"the configuration given as text: line 1, column 33: `fp16`: expected an object `{...}`, found null");
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"zero_optimization\": {\"stage\": [1]}}", 1), @"the configuration given as text: line 1, column 56: `zero_optimization.stage`: expected a whole number (0 to 3), found a list of length 1");
 }
 
 #[test]
 fn stage_7() {
-    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8,\n \"zero_optimization\": {\"stage\": 7}}", 1), @"the configuration text: line 2, column 33: `zero_optimization.stage`: expected 0 to 3, found 7");
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8,\n \"zero_optimization\": {\"stage\": 7}}", 1), @"the configuration given as text: line 2, column 33: `zero_optimization.stage`: expected 0 to 3, found 7");
 }
 
 #[test]
 fn an_unknown_key_and_a_misplaced_one() {
-    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"gradient_cliping\": 1}", 1), @"the configuration text: line 1, column 25: `gradient_cliping`: not a key at the top level; did you mean `gradient_clipping`?");
-    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8,\n  \"offload_optimizer\": {}}", 1), @"the configuration text: line 2, column 3: `offload_optimizer`: not a key at the top level: it belongs at `zero_optimization.offload_optimizer`; move it there");
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"gradient_cliping\": 1}", 1), @"the configuration given as text: line 1, column 25: `gradient_cliping`: not a key at the top level; did you mean `gradient_clipping`?");
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8,\n  \"offload_optimizer\": {}}", 1), @"the configuration given as text: line 2, column 3: `offload_optimizer`: not a key at the top level: it belongs at `zero_optimization.offload_optimizer`; move it there");
 }
 
 #[test]
 fn an_inconsistent_batch() {
-    insta::assert_snapshot!(refusal("{\"train_batch_size\": 32, \"train_micro_batch_size_per_gpu\": 4, \"gradient_accumulation_steps\": 3}", 2), @"the configuration text: line 1, column 2: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 32 != 4 * 3 * 2; with the other two values, train_batch_size must be 24");
-    insta::assert_snapshot!(refusal("{\"gradient_accumulation_steps\": 3}", 2), @"the configuration text: `train_batch_size`: either train_batch_size or train_micro_batch_size_per_gpu (the micro batch of a rank) is required");
-    insta::assert_snapshot!(refusal("{\"train_batch_size\": 33, \"train_micro_batch_size_per_gpu\": 17}", 2), @"the configuration text: line 1, column 2: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 33 != 17 * 0 (derived) * 2; choose a train_batch_size that is a multiple of 34");
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 32, \"train_micro_batch_size_per_gpu\": 4, \"gradient_accumulation_steps\": 3}", 2), @"the configuration given as text: line 1, column 2: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 32 != 4 * 3 * 2; with the other two values, train_batch_size must be 24");
+    insta::assert_snapshot!(refusal("{\"gradient_accumulation_steps\": 3}", 2), @"the configuration given as text: `train_batch_size`: either train_batch_size or train_micro_batch_size_per_gpu (the micro batch of a rank) is required");
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 33, \"train_micro_batch_size_per_gpu\": 17}", 2), @"the configuration given as text: line 1, column 2: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 33 != 17 * 0 (derived) * 2; choose a train_batch_size that is a multiple of 34");
 }
 
 #[test]
 fn a_world_that_does_not_divide_the_batch() {
-    insta::assert_snapshot!(refusal("{\"train_batch_size\": 64}", 3), @"the configuration text: line 1, column 2: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 64 != 21 (derived) * 1 (derived) * 3; choose a train_batch_size that is a multiple of 3");
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 64}", 3), @"the configuration given as text: line 1, column 2: `train_batch_size`: train_batch_size must equal micro_batch_per_gpu * gradient_acc_step * world_size: 64 != 21 (derived) * 1 (derived) * 3; choose a train_batch_size that is a multiple of 3");
 }
 
 #[test]
@@ -108,7 +108,7 @@ fn no_ranks() {
 
 #[test]
 fn fp16_and_bf16() {
-    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"fp16\": {\"enabled\": true}, \"bf16\": {\"enabled\": true}}", 1), @"the configuration text: line 1, column 61: `bf16.enabled`: bf16 (bfloat16) and fp16 are both enabled, but they are mutually exclusive; disable one of them");
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"fp16\": {\"enabled\": true}, \"bf16\": {\"enabled\": true}}", 1), @"the configuration given as text: line 1, column 61: `bf16.enabled`: bf16 (bfloat16) and fp16 are both enabled, but they are mutually exclusive; disable one of them");
 }
 
 /// Returns the error about one offload section at stage 3.
@@ -124,36 +124,36 @@ const ADAM: &str = "{\"type\": \"Adam\"}";
 
 #[test]
 fn nvme_without_a_folder() {
-    insta::assert_snapshot!(offload_refusal("offload_optimizer", "", ADAM), @r#"the configuration text: line 3, column 25: `zero_optimization.offload_optimizer.nvme_path`: required: device "nvme" needs a folder on a fast local disk; give its path, or use device "cpu""#);
-    insta::assert_snapshot!(offload_refusal("offload_param", "\"nvme_path\": \"\"", ADAM), @r#"the configuration text: line 3, column 39: `zero_optimization.offload_param.nvme_path`: found "": device "nvme" needs a folder on a fast local disk; give its path, or use device "cpu""#);
+    insta::assert_snapshot!(offload_refusal("offload_optimizer", "", ADAM), @r#"the configuration given as text: line 3, column 25: `zero_optimization.offload_optimizer.nvme_path`: required: device "nvme" needs a folder on a fast local disk; give its path, or use device "cpu""#);
+    insta::assert_snapshot!(offload_refusal("offload_param", "\"nvme_path\": \"\"", ADAM), @r#"the configuration given as text: line 3, column 39: `zero_optimization.offload_param.nvme_path`: found "": device "nvme" needs a folder on a fast local disk; give its path, or use device "cpu""#);
 }
 
 #[test]
 fn too_few_buffers() {
     let momentum = "{\"type\": \"SGD\", \"params\": {\"momentum\": 0.9}}";
     let count = |count: u8| format!("\"nvme_path\": \"/x\", \"buffer_count\": {count}");
-    insta::assert_snapshot!(offload_refusal("offload_optimizer", &count(3), ADAM), @r#"the configuration text: line 3, column 62: `zero_optimization.offload_optimizer.buffer_count`: device "nvme" needs 4 or more, found 3: Adam needs the gradient, the weights and two moments"#);
-    insta::assert_snapshot!(offload_refusal("offload_optimizer", &count(2), momentum), @r#"the configuration text: line 3, column 62: `zero_optimization.offload_optimizer.buffer_count`: device "nvme" needs 3 or more, found 2: SGD with momentum needs the gradient, the weights and the momentum"#);
-    insta::assert_snapshot!(offload_refusal("offload_optimizer", &count(1), "{\"type\": \"SGD\"}"), @r#"the configuration text: line 3, column 62: `zero_optimization.offload_optimizer.buffer_count`: device "nvme" needs 2 or more, found 1: a step needs the gradient and the weights"#);
-    insta::assert_snapshot!(offload_refusal("offload_param", &count(0), ADAM), @r#"the configuration text: line 3, column 58: `zero_optimization.offload_param.buffer_count`: device "nvme" needs 1 or more, found 0"#);
-    insta::assert_snapshot!(offload_refusal("offload_param", "\"nvme_path\": \"/x\", \"buffer_size\": 0", ADAM), @r#"the configuration text: line 3, column 58: `zero_optimization.offload_param.buffer_size`: device "nvme" needs 1 or more, found 0"#);
+    insta::assert_snapshot!(offload_refusal("offload_optimizer", &count(3), ADAM), @r#"the configuration given as text: line 3, column 62: `zero_optimization.offload_optimizer.buffer_count`: device "nvme" needs 4 or more, found 3: Adam needs the gradient, the weights and two moments"#);
+    insta::assert_snapshot!(offload_refusal("offload_optimizer", &count(2), momentum), @r#"the configuration given as text: line 3, column 62: `zero_optimization.offload_optimizer.buffer_count`: device "nvme" needs 3 or more, found 2: SGD with momentum needs the gradient, the weights and the momentum"#);
+    insta::assert_snapshot!(offload_refusal("offload_optimizer", &count(1), "{\"type\": \"SGD\"}"), @r#"the configuration given as text: line 3, column 62: `zero_optimization.offload_optimizer.buffer_count`: device "nvme" needs 2 or more, found 1: a step needs the gradient and the weights"#);
+    insta::assert_snapshot!(offload_refusal("offload_param", &count(0), ADAM), @r#"the configuration given as text: line 3, column 58: `zero_optimization.offload_param.buffer_count`: device "nvme" needs 1 or more, found 0"#);
+    insta::assert_snapshot!(offload_refusal("offload_param", "\"nvme_path\": \"/x\", \"buffer_size\": 0", ADAM), @r#"the configuration given as text: line 3, column 58: `zero_optimization.offload_param.buffer_size`: device "nvme" needs 1 or more, found 0"#);
 }
 
 #[test]
 fn requests_of_no_bytes() {
-    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"aio\": {\"block_size\": 0}}", 1), @"the configuration text: line 1, column 47: `aio.block_size`: expected 1 or more, found 0");
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"aio\": {\"block_size\": 0}}", 1), @"the configuration given as text: line 1, column 47: `aio.block_size`: expected 1 or more, found 0");
 }
 
 #[test]
 fn auto_where_nothing_can_answer() {
-    insta::assert_snapshot!(refusal("{\"gradient_accumulation_steps\": \"auto\"}", 1), @"the configuration text: `train_batch_size`: either train_batch_size or train_micro_batch_size_per_gpu (the micro batch of a rank) is required");
-    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"scheduler\": {\"type\": \"WarmupDecayLR\", \"params\": {\"total_num_steps\": \"auto\"}}}", 1), @r#"the configuration text: line 1, column 94: `scheduler.params.total_num_steps`: "auto" has no value here; give a whole number (1 or more), or load the configuration with RunValues::total_num_steps (zerorun check: --total_num_steps)"#);
+    insta::assert_snapshot!(refusal("{\"gradient_accumulation_steps\": \"auto\"}", 1), @"the configuration given as text: `train_batch_size`: either train_batch_size or train_micro_batch_size_per_gpu (the micro batch of a rank) is required");
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"scheduler\": {\"type\": \"WarmupDecayLR\", \"params\": {\"total_num_steps\": \"auto\"}}}", 1), @r#"the configuration given as text: line 1, column 94: `scheduler.params.total_num_steps`: "auto" has no value here; give a whole number (1 or more), or load the configuration with RunValues::total_num_steps (zerorun check: --total_num_steps)"#);
 }
 
 #[test]
 fn an_unsupported_optimizer_and_an_unknown_one() {
-    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"optimizer\": {\"type\": \"MuSGD\"}}", 1), @r#"the configuration text: line 1, column 39: `optimizer.type`: "MuSGD" is not supported; use Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, LARS, Adafactor, AdamWScheduleFree, Adam8bit, AdamW8bit or Lion8bit"#);
-    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"optimizer\": {\"type\": \"AdamX\"}}", 1), @r#"the configuration text: line 1, column 39: `optimizer.type`: "AdamX" is unknown; use Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, LARS, Adafactor, AdamWScheduleFree, Adam8bit, AdamW8bit or Lion8bit. Did you mean "AdamW"?"#);
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"optimizer\": {\"type\": \"MuSGD\"}}", 1), @r#"the configuration given as text: line 1, column 39: `optimizer.type`: "MuSGD" is not supported; use Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, LARS, Adafactor, AdamWScheduleFree, Adam8bit, AdamW8bit or Lion8bit"#);
+    insta::assert_snapshot!(refusal("{\"train_batch_size\": 8, \"optimizer\": {\"type\": \"AdamX\"}}", 1), @r#"the configuration given as text: line 1, column 39: `optimizer.type`: "AdamX" is unknown; use Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, LARS, Adafactor, AdamWScheduleFree, Adam8bit, AdamW8bit or Lion8bit. Did you mean "AdamW"?"#);
 }
 
 #[test]
@@ -172,7 +172,7 @@ fn all_problems_of_a_file_in_its_order() {
 #[test]
 fn a_value_that_was_never_text_has_no_place() {
     let error = Config::load(json!({"train_batch_size": 8, "steps_per_print": 0}), 1).unwrap_err();
-    insta::assert_snapshot!(error, @"the configuration value: `steps_per_print`: expected 1 or more, found 0");
+    insta::assert_snapshot!(error, @"the configuration given as a value: `steps_per_print`: expected 1 or more, found 0");
 }
 
 #[test]

@@ -301,8 +301,8 @@ fn a_configuration_refused_on_one_rank_stops_the_others_with_its_words() {
         Engine::builder().communicator(comm).initialize(|vb| linear(4, 3, vb), config).map(drop)
     });
     let texts = errors(results.unwrap());
-    insta::assert_snapshot!(texts[1], @"the configuration value: `gradient_cliping`: not a key at the top level; did you mean `gradient_clipping`?");
-    insta::assert_snapshot!(without_collective(&texts[0]), @"rank 1 stopped (the configuration value: `gradient_cliping`: not a key at the top level; did you mean `gradient_clipping`?)");
+    insta::assert_snapshot!(texts[1], @"the configuration given as a value: `gradient_cliping`: not a key at the top level; did you mean `gradient_clipping`?");
+    insta::assert_snapshot!(without_collective(&texts[0]), @"rank 1 stopped (the configuration given as a value: `gradient_cliping`: not a key at the top level; did you mean `gradient_clipping`?)");
 }
 
 // ---- weight files ----------------------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ fn refusal_of(file: &Path) -> String {
 fn a_weight_file_must_hold_exactly_the_models_parameters() {
     use Dtype::{BF16, F16, F32, F64, I64};
     let bias: (&str, Dtype, &[usize]) = ("bias", F32, &[3]);
-    insta::assert_snapshot!(refusal(&[bias]), @"model.safetensors has no tensor weight of shape [3, 4], which the model needs; the file must hold exactly the model's parameters; it has bias");
+    insta::assert_snapshot!(refusal(&[bias]), @"model.safetensors has no tensor weight of shape [3, 4], which the model needs; the file must hold exactly the model's tensors; it has bias");
     insta::assert_snapshot!(refusal(&[("weight", F32, &[3, 4]), bias, ("lm_head.weight", F32, &[2]), ("extra", F32, &[1])]), @"model.safetensors holds tensors that the model does not have: extra, lm_head.weight; does it belong to a different model, or to one of a different size?");
     insta::assert_snapshot!(refusal(&[("weight", F32, &[4, 3]), bias]), @"tensor weight in model.safetensors has shape [4, 3], but the model's parameter has [3, 4]; check the model's sizes");
     insta::assert_snapshot!(refusal(&[("weight", I64, &[3, 4]), bias]), @"tensor weight in model.safetensors is of type I64; only F32, F16 and BF16 can be read");

@@ -304,7 +304,7 @@ fn folders_that_are_no_encoder_are_refused() {
         error.to_string().replace(dir.to_str().unwrap(), "DIR")
     };
     change_weights(dir, |name, tensor| (name != "bert.encoder.layer.1.output.dense.bias").then_some((name, tensor)));
-    insta::assert_snapshot!(refused(), @"DIR/model.safetensors has no tensor bert.encoder.layer.1.output.dense.bias of shape [48], which the model needs; the file must hold exactly the model's parameters; it has bert.embeddings.LayerNorm.bias, bert.embeddings.LayerNorm.weight, bert.embeddings.position_embeddings.weight and 37 more");
+    insta::assert_snapshot!(refused(), @"DIR/model.safetensors has no tensor bert.encoder.layer.1.output.dense.bias of shape [48], which the model needs; the file must hold exactly the model's tensors; it has bert.embeddings.LayerNorm.bias, bert.embeddings.LayerNorm.weight, bert.embeddings.position_embeddings.weight and 37 more");
     change_weights(dir, |name, tensor| Some((name, tensor)));
     change_config(dir, |config| config["num_hidden_layers"] = 1.into());
     insta::assert_snapshot!(refused(), @"DIR/model.safetensors holds tensors that the model does not have: bert.encoder.layer.1.attention.output.LayerNorm.bias, bert.encoder.layer.1.attention.output.LayerNorm.weight, bert.encoder.layer.1.attention.output.dense.bias, bert.encoder.layer.1.attention.output.dense.weight, bert.encoder.layer.1.attention.self.key.bias, bert.encoder.layer.1.attention.self.key.weight, bert.encoder.layer.1.attention.self.query.bias, bert.encoder.layer.1.attention.self.query.weight and 8 more; does it belong to a different model, or to one of a different size?");

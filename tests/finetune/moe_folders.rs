@@ -81,13 +81,13 @@ fn shorten(tensors: &mut [RawTensor], name: &str, by: usize) {
 #[test]
 fn experts_that_are_missing_or_have_other_sizes_are_named() {
     let expert = "model.layers.1.block_sparse_moe.experts.3.w2.weight";
-    insta::assert_snapshot!(with_tensors("mixtral", |all| all.retain(|tensor| tensor.name != expert)), @"DIR/model.safetensors has no tensor model.layers.1.block_sparse_moe.experts.3.w2.weight of shape [32, 40], which the model needs; the file must hold exactly the model's parameters; it has lm_head.weight, model.embed_tokens.weight, model.layers.0.block_sparse_moe.experts.0.w1.weight and 37 more");
+    insta::assert_snapshot!(with_tensors("mixtral", |all| all.retain(|tensor| tensor.name != expert)), @"DIR/model.safetensors has no tensor model.layers.1.block_sparse_moe.experts.3.w2.weight of shape [32, 40], which the model needs; the file must hold exactly the model's tensors; it has lm_head.weight, model.embed_tokens.weight, model.layers.0.block_sparse_moe.experts.0.w1.weight and 37 more");
     insta::assert_snapshot!(with_tensors("mixtral", |all| shorten(all, expert, 1)), @"tensor model.layers.1.block_sparse_moe.experts.3.w2.weight in DIR/model.safetensors has shape [31, 40], but DIR/config.json describes shape [32, 40]; take both files from the same model");
     insta::assert_snapshot!(with_tensors("mixtral", |all| shorten(all, "model.layers.0.block_sparse_moe.gate.weight", 1)), @"tensor model.layers.0.block_sparse_moe.gate.weight in DIR/model.safetensors has shape [3, 32], but DIR/config.json describes shape [4, 32]; take both files from the same model");
     insta::assert_snapshot!(with_tensors("gpt_oss", |all| shorten(all, "model.layers.0.mlp.experts.down_proj", 1)), @"tensor model.layers.0.mlp.experts.down_proj in DIR/model.safetensors has shape [3, 32, 32], but DIR/config.json describes shape [4, 32, 32]; take both files from the same model");
     // The file has one more expert than the description.
     insta::assert_snapshot!(with("mixtral", "num_local_experts", json!(3)), @"tensor model.layers.0.block_sparse_moe.gate.weight in DIR/model.safetensors has shape [4, 32], but DIR/config.json describes shape [3, 32]; take both files from the same model");
-    insta::assert_snapshot!(with("qwen3_moe", "mlp_only_layers", json!([])), @"DIR/model.safetensors has no tensor model.layers.1.mlp.gate.weight of shape [6, 40], which the model needs; the file must hold exactly the model's parameters; it has lm_head.weight, model.embed_tokens.weight, model.layers.0.input_layernorm.weight and 38 more");
+    insta::assert_snapshot!(with("qwen3_moe", "mlp_only_layers", json!([])), @"DIR/model.safetensors has no tensor model.layers.1.mlp.gate.weight of shape [6, 40], which the model needs; the file must hold exactly the model's tensors; it has lm_head.weight, model.embed_tokens.weight, model.layers.0.input_layernorm.weight and 38 more");
 }
 
 #[test]

@@ -320,7 +320,7 @@ fn weights_that_do_not_fit() {
     exit status: 1
     "#);
     insta::assert_snapshot!(mistake("ok.safetensors --n_layer 2"), @r#"
-    error: ok.safetensors has no tensor h.1.ln_1.weight of shape [16], which the model needs; the file must hold exactly the model's parameters; it has h.0.attn.c_attn.bias, h.0.attn.c_attn.weight, h.0.attn.c_proj.bias and 13 more
+    error: ok.safetensors has no tensor h.1.ln_1.weight of shape [16], which the model needs; the file must hold exactly the model's tensors; it has h.0.attn.c_attn.bias, h.0.attn.c_attn.weight, h.0.attn.c_proj.bias and 13 more
     zerorun: rank 0 failed: it ended with exit code 1 after T s
     exit status: 1
     "#);

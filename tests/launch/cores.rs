@@ -21,7 +21,7 @@ fn allowed_cores() -> Vec<usize> {
 const SHOW: &str = "sed -n 's/^Cpus_allowed_list:[[:space:]]*/on /p' /proc/self/status | tr '\\n' ' '\n\
                     echo with $RAYON_NUM_THREADS $CANDLE_NUM_THREADS $OMP_NUM_THREADS";
 
-/// Returns the output of a program's ranks, in the order of ranks.
+/// Returns the output lines of a program's ranks, in rank order.
 fn lines(output: &Output) -> Vec<String> {
     assert!(output.status.success(), "{}", stderr(output));
     let mut lines: Vec<String> = stdout(output).lines().map(str::to_string).collect();

@@ -794,7 +794,7 @@ fn a_rank_that_waits_for_a_message_of_another_host_is_told_why_it_does_not_come(
             ("no-message-leaves", "rank 3 left the job while rank 0 waited".to_string()),
             (
                 "no-message-differs",
-                "rank 0 is in receive no. 1 with 5 f32 (content 00000007), and rank 3 is in send no. 1 with 5 f32 (content 00000008)"
+                "rank 0 is in receive no. 1 with 5 f32 elements (content hash 00000007), and rank 3 is in send no. 1 with 5 f32 elements (content hash 00000008)"
                     .to_string(),
             ),
         ] {

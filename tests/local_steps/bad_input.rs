@@ -24,21 +24,21 @@ fn numbers_that_do_not_fit_each_other_are_named_with_their_place() {
         let config = json!({"train_batch_size": 4, "local_steps": section});
         Config::load(config, 2).unwrap_err().to_string()
     };
-    insta::assert_snapshot!(problems(json!({"steps": 0})), @"the configuration value: `local_steps.steps`: expected 1 or more, found 0");
-    insta::assert_snapshot!(problems(json!({"steps": 4, "fragments": 5})), @"the configuration value: `local_steps.fragments`: expected at most 4 (local_steps.steps), because each fragment is exchanged once in this many steps; found 5");
-    insta::assert_snapshot!(problems(json!({"steps": 4, "fragment_delay": 4})), @"the configuration value: `local_steps.fragment_delay`: expected less than 4 (local_steps.steps), because a fragment must take effect before it is sent again; found 4");
+    insta::assert_snapshot!(problems(json!({"steps": 0})), @"the configuration given as a value: `local_steps.steps`: expected 1 or more, found 0");
+    insta::assert_snapshot!(problems(json!({"steps": 4, "fragments": 5})), @"the configuration given as a value: `local_steps.fragments`: expected at most 4 (local_steps.steps), because each fragment is exchanged once in this many steps; found 5");
+    insta::assert_snapshot!(problems(json!({"steps": 4, "fragment_delay": 4})), @"the configuration given as a value: `local_steps.fragment_delay`: expected less than 4 (local_steps.steps), because a fragment must take effect before it is sent again; found 4");
     insta::assert_snapshot!(problems(json!({"outer_momentum": 1.5, "wire_dtype": "int2"})), @r#"
-    the configuration value has 2 problems:
+    the configuration given as a value has 2 problems:
       `local_steps.outer_momentum`: expected 0 to 1, found 1.5
       `local_steps.wire_dtype`: expected one of "fp32", "bf16", "int8", "int4", found the string "int2"
     "#);
     insta::assert_snapshot!(problems(json!({"outer_lr": 0, "outer_momentum": 1, "fragment_alpha": 1})), @"
-    the configuration value has 3 problems:
+    the configuration given as a value has 3 problems:
       `local_steps.outer_lr`: expected more than 0, found 0: the training of the islands would have no effect
       `local_steps.outer_momentum`: expected less than 1, found 1: the weights would diverge
       `local_steps.fragment_alpha`: expected less than 1, found 1: no exchange would have an effect
     ");
-    insta::assert_snapshot!(problems(json!({"step": 4})), @"the configuration value: `local_steps.step`: not a key of `local_steps`; did you mean `local_steps.steps`?");
+    insta::assert_snapshot!(problems(json!({"step": 4})), @"the configuration given as a value: `local_steps.step`: not a key of `local_steps`; did you mean `local_steps.steps`?");
 }
 
 #[test]

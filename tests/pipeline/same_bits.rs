@@ -221,7 +221,7 @@ fn a_pipeline_that_cannot_be_is_refused_in_words() {
         let run = |comm| piped(comm, module(), shape, 4, 0, 1).map(drop);
         threads::run(world, run).unwrap().swap_remove(0).unwrap_err().to_string()
     };
-    insta::assert_snapshot!(refused(3, (2, "1f1b", 1), module), @"cannot train in a pipeline: pipeline.stages is 2, but 3 ranks do not fit the lengths of the axes (pipeline 2), which require a multiple of 2 ranks; start a different number of ranks or change these lengths");
+    insta::assert_snapshot!(refused(3, (2, "1f1b", 1), module), @"cannot train in a pipeline: pipeline.stages is 2, but 3 ranks cannot be divided into groups of the configured sizes (pipeline 2), which need a multiple of 2 ranks; start a different number of ranks, or change these sizes");
     insta::assert_snapshot!(refused(4, (4, "interleaved", 3), module), @"cannot train in a pipeline: 4 ranks along the pipeline (pipeline.stages; auto: all ranks) with 3 chunks each (pipeline.chunks) need more stages than the model's 8 layers can fill; use fewer ranks or chunks");
     insta::assert_snapshot!(refused(2, (2, "1f1b", 2), module), @"cannot train in a pipeline: pipeline.chunks is 2, but pipeline.schedule 1f1b needs 1 chunk per rank; use interleaved for more");
     insta::assert_snapshot!(refused(2, (2, "1f1b", 1), || module().layer("layer.0", residual)), @"cannot train in a pipeline: layers 0 and 8 share parameter layer.0.norm.weight; only the first layer and the last one may share one, and it must be the first layer's only parameter; put the shared parameter into one layer");

@@ -1,4 +1,4 @@
-//! Slurm for tests: a controller and two nodes, each of which is one of the hosts.
+//! Slurm for tests: a controller, and a node on each of two [`Hosts`].
 
 use super::cluster::Hosts;
 use std::fs::File;
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 /// The number of seconds after which the daemons end at the latest, even if the test process is gone.
 const LIFE: u32 = 600;
 
-/// Two nodes, which are the hosts and have the hosts' names. Dropping this value ends the daemons and all processes
+/// Slurm with a node on each of two hosts, with the host's name. Dropping this value ends the daemons and all processes
 /// that they have started.
 pub struct Slurm {
     // The fields are dropped in this order. Dropping the hosts ends all processes that run there.
@@ -121,7 +121,8 @@ impl Slurm {
         command
     }
 
-    /// Returns `srun` on the first node with options, for at most 240 s. The program and its arguments are appended.
+    /// Returns a command that runs `srun` on the first node with these options, for at most 240 s. The program and its
+    /// arguments must be appended.
     pub fn srun(&self, options: &str) -> Command {
         let mut command = self.command(0, 240, "srun");
         command.args(options.split_whitespace());

@@ -1,4 +1,4 @@
-//! A tiny transformer, and ranks as threads that train it.
+//! A tiny transformer, and threads that train it as ranks.
 
 use super::device;
 use candle_core::{DType, Device, Result, Tensor};

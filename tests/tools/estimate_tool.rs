@@ -183,7 +183,7 @@ fn hosts_add_their_bytes_a_step_and_a_table() {
     256                   1024          547.4 ms            18.3 %           7.0 MiB           2.4 MiB
     ");
     assert!(
-        text.contains("- each host's link carries 1Gbit,1ms in each direction at the same time: 119.6 MB of data"),
+        text.contains("- each host's link has a bandwidth and latency of 1Gbit,1ms in both directions at the same time: 119.6 MB of data"),
         "{text}"
     );
 
@@ -313,8 +313,8 @@ fn a_pipeline_that_cannot_be_estimated_is_refused_in_words() {
     insta::assert_snapshot!(refused(config(1, json!({"stages": 2})), &["-n", "2"]), @"zerorun: cannot train in a pipeline: pipeline.stages is 2, but this estimate covers only data-parallel ranks; use PipelineEstimate (zerorun estimate --pipeline), or remove the key");
     insta::assert_snapshot!(refused(config(3, json!({})), &["-n", "2", "--pipeline"]), @"zerorun: cannot train in a pipeline: zero_optimization.stage is 3, but gradients and parameters of a pipeline's stages are not sharded; use stage 0 or 1");
     insta::assert_snapshot!(refused(config(1, json!({})), &["-n", "8", "--pipeline"]), @"zerorun: cannot train in a pipeline: 8 ranks along the pipeline (pipeline.stages; auto: all ranks) need more stages than the model's 7 layers can fill; use fewer ranks or chunks");
-    insta::assert_snapshot!(refused(config(1, json!({"stages": 3})), &["-n", "4", "--pipeline"]), @"zerorun: cannot train in a pipeline: pipeline.stages is 3, but 4 ranks do not fit the lengths of the axes (pipeline 3), which require a multiple of 3 ranks; start a different number of ranks or change these lengths");
-    insta::assert_snapshot!(refused(config(1, json!({})), &["-n", "2", "--pipeline", "--frozen", "nothing"]), @"zerorun: nothing selects no parameter to freeze; the model has wte.weight, wpe.weight, h.0.ln_1.weight, h.0.ln_1.bias, h.0.attn.c_attn.weight, h.0.attn.c_attn.bias, h.0.attn.c_proj.weight, h.0.attn.c_proj.bias and 44 more (* matches any characters, as in h.*)");
+    insta::assert_snapshot!(refused(config(1, json!({"stages": 3})), &["-n", "4", "--pipeline"]), @"zerorun: cannot train in a pipeline: pipeline.stages is 3, but 4 ranks cannot be divided into groups of the configured sizes (pipeline 3), which need a multiple of 3 ranks; start a different number of ranks, or change these sizes");
+    insta::assert_snapshot!(refused(config(1, json!({})), &["-n", "2", "--pipeline", "--frozen", "nothing"]), @"zerorun: the pattern `nothing` selects no parameter to freeze; the model has wte.weight, wpe.weight, h.0.ln_1.weight, h.0.ln_1.bias, h.0.attn.c_attn.weight, h.0.attn.c_attn.bias, h.0.attn.c_proj.weight, h.0.attn.c_proj.bias and 44 more (* matches any characters, as in h.*)");
     insta::assert_snapshot!(refused(config(1, json!({})), &["-n", "2", "--pipeline", "--hosts", "2"]), @"
     zerorun: the argument '--pipeline' cannot be used with '--hosts <N>'
 

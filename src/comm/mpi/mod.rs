@@ -4,7 +4,7 @@
 //!   start   mpirun, srun or zerorun starts every rank
 //!           -> find the MPI library -> MPI_Init_thread -> find the host of each rank -> create each host's memory
 //!   run     queue -> hierarchical -> direct_reduce, chain_reduce, host_sum_reduce, all_gather
-//!           -> inter_host: exchange of this host's ranks + messages of link to other hosts
+//!           -> inter_host: exchange among this host's ranks + messages to other hosts (link)
 //!   end     notify the other ranks, finalize MPI
 //! ```
 //!

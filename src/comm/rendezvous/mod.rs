@@ -93,7 +93,7 @@ mod tests {
         }
     }
 
-    /// Runs the rendezvous with ranks as threads, each with its own environment variables, and returns each rank's
+    /// Runs the rendezvous with a thread for each rank, each with its own environment variables, and returns each rank's
     /// result.
     fn run<const N: usize>(ranks: [RankEnv; N]) -> [String; N] {
         let threads = ranks.map(|env| std::thread::spawn(move || meet(&env).map(drop)));

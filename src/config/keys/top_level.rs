@@ -50,7 +50,7 @@ const ROOT: &[super::ConfigKey] = keys! {
     "memory_breakdown": Bool, "false", H, "Print memory use before and after each forward pass, and after each backward pass and step, every steps_per_print steps (null: in every step).";
     "dump_state": Bool, "false", H, "Print the configuration and the state of the engine at the start.";
     "disable_python_gc": Bool, "false", none("there is no Python"), "Disable Python's garbage collector.";
-    "log_level": OneOfAnyCase(&["debug", "info", "warning", "error", "critical"]), "null", H, "Messages written to standard error or sent to a tracing subscriber: warning omits progress and notes, error and critical also omit problems that do not stop training; null: all messages.";
+    "log_level": OneOfAnyCase(&["debug", "info", "warning", "error", "critical"]), "null", H, "Messages written to standard error or sent to a tracing subscriber: warning omits progress and notes; error and critical also omit problems that do not stop training; null: all messages.";
     "torch_autocast": Object, "{}", S, "Matrix products of an f32 model in a lower-precision format.";
     "aio": Object, "{}", H, "Access to the files of device nvme.";
     "checkpoint": Object, "{}", H, "Writing of checkpoints.";

@@ -1,4 +1,4 @@
-//! The second half of a collective between GPUs: its buffer, which belongs to the wire stream until the collective is
+//! A collective between GPUs that has been started. Its buffer belongs to the wire stream until the collective is
 //! complete.
 
 use super::error::NcclError;

@@ -13,7 +13,7 @@ pub(crate) enum SimdMethod {
     Avx2,
     #[cfg(target_arch = "x86_64")]
     Avx512,
-    /// Words of two bf16.
+    /// Words of two bf16 values.
     #[cfg(target_arch = "x86_64")]
     Avx512Bf16,
     #[cfg(target_arch = "aarch64")]

@@ -85,7 +85,7 @@ impl RowRoutes {
         Ok((routes, ReceivedRows { assignment, rows, weights }))
     }
 
-    /// Sorts rows by the ranks of their `choices`, `k` for each row.
+    /// Sorts rows by the ranks that hold their experts. `choices` contains `k` experts for each row.
     fn of_choices(exchange: ExpertAllToAll, choices: &[u32], k: usize) -> Self {
         let (own_rows, ranks) = (choices.len() / k.max(1), exchange.ranks());
         let mut by_rank = vec![Vec::new(); ranks];

@@ -22,7 +22,7 @@ pub(super) struct GgufArchitecture {
     pub factors: RopeFactorSupport,
     pub scales: MultiplierRule,
     pub tying: Tying,
-    /// The biases of queries, keys and values, of attention's output, and of the MLP.
+    /// The biases of queries, keys and values, of the attention output, and of the MLP.
     pub biases: [Presence; 3],
     pub activation: Activation,
     /// Whether a head may have a size other than hidden_size / num_attention_heads.

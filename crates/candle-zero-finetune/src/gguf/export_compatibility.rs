@@ -70,7 +70,7 @@ impl GgufArchitecture {
             _ => (),
         }
         let model_biases = [config.qkv_bias, config.output_bias, config.mlp_bias];
-        let target = ["queries, keys and values", "attention's output", "the MLP"];
+        let target = ["queries, keys and values", "the attention output", "the MLP"];
         for ((rule, has_bias), target) in self.biases.iter().zip(model_biases).zip(target) {
             let problem = match (rule, has_bias) {
                 (Presence::Never, true) => format!("has biases for {target}"),

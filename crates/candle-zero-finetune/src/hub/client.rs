@@ -60,7 +60,7 @@ impl<E: Into<Error>> From<E> for RequestFailure {
     }
 }
 
-/// The maximum time for which the server may be silent, and that a listing may take in total.
+/// The maximum time for which the server may be silent, and the maximum total time of a listing.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 /// The maximum number of consecutive failed attempts. If a failed attempt received bytes of a file, it counts as the
 /// first one again.

@@ -15,7 +15,7 @@ const ADDITIONAL_PREFIXES: [&str; 5] = ["CANDLE_ZERO_", "RUST_", "RAYON_", "MPIR
 /// which every user of a host can read.
 ///
 /// # Errors
-/// Fails if a value is not UTF-8, or a file of variables cannot be read or is invalid.
+/// Fails if the value of one of these variables is not UTF-8, or a file of variables cannot be read or is invalid.
 pub(crate) fn exports() -> Result<Vec<(String, String)>> {
     let mut exports = ExportedVariables::of(std::env::vars_os())?;
     let home = std::env::var_os("HOME").map(PathBuf::from);
@@ -28,12 +28,44 @@ pub(crate) fn exports() -> Result<Vec<(String, String)>> {
             Err(source) => return Err(HostsError::NoVariables { path, why: source.to_string() }.into()),
         }
     }
-    let text = |(name, value): (OsString, OsString)| Some((name.into_string().ok()?, value.into_string().ok()?));
-    let ours = std::env::vars_os()
-        .filter_map(text)
-        .filter(|(name, _)| ADDITIONAL_PREFIXES.iter().any(|ours| name.starts_with(ours)));
-    let mut all: Vec<(String, String)> = ours.collect();
+    let mut all = additional(std::env::vars_os())?;
     all.extend(exports.iter().map(|(name, value)| (name.to_string(), value.to_string())));
-    all.retain(|(name, _)| name != SECRET && name != SECRET_FILE);
+    all.retain(|(name, _)| !is_secret(name));
     Ok(all)
+}
+
+/// Returns the variables with one of [`ADDITIONAL_PREFIXES`].
+fn additional(environment: impl IntoIterator<Item = (OsString, OsString)>) -> Result<Vec<(String, String)>> {
+    let mut all = Vec::new();
+    for (name, value) in environment {
+        let Ok(name) = name.into_string() else { continue };
+        if !is_secret(&name) && ADDITIONAL_PREFIXES.iter().any(|prefix| name.starts_with(prefix)) {
+            match value.into_string() {
+                Ok(value) => all.push((name, value)),
+                Err(_) => return Err(HostsError::ValueNotUtf8 { name }.into()),
+            }
+        }
+    }
+    Ok(all)
+}
+
+fn is_secret(name: &str) -> bool {
+    name == SECRET || name == SECRET_FILE
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use std::os::unix::ffi::OsStringExt as _;
+
+    #[test]
+    fn a_variable_that_is_not_text_is_refused_if_other_hosts_need_it() {
+        let not_text = || OsString::from_vec(vec![b'/', 0xff]);
+        let of = |name: &str| additional([(OsString::from(name), not_text()), ("RUST_LOG".into(), "info".into())]);
+        insta::assert_snapshot!(of("RUST_BACKTRACE").unwrap_err(), @"the value of RUST_BACKTRACE is not UTF-8 text and cannot be passed to other hosts; set it to text, or unset it");
+        for kept_here in ["HOME", SECRET_FILE] {
+            assert_eq!(of(kept_here).unwrap(), [("RUST_LOG".to_string(), "info".to_string())]);
+        }
+    }
 }

@@ -123,7 +123,8 @@ impl MultiHostForecast {
         let Self { ranks_per_host, network, measured, .. } = self;
         let default_note = if self.is_network_given { "" } else { ", the default of --network" };
         let mut assumptions = vec![format!(
-            "each host's link carries {network} in each direction at the same time{default_note}: {} of data a second",
+            "each host's link has a bandwidth and latency of {network} in both directions at the same time{default_note}: {} of \
+             data a second",
             decimal(network.bytes_per_s())
         )];
         assumptions.push(match network.busy() {

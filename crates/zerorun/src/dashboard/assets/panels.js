@@ -164,7 +164,7 @@ export function drawAbout(place, { run, info }) {
   const rows = [
     ["folder", run.folder], ["command", (info.command ?? []).join(" ")], ["directory", info.directory],
     ["machine", `${machine.host}: ${machine.processor}, ${number(machine.cores)} cores (${machine.simd}), ${bytes(machine.memory_bytes ?? 0)}, ${machine.system}`],
-    ["candle-zero", `${info.versions?.candle_zero}${info.versions?.debug ? " (built without optimization)" : ""}`], ["git", git],
+    ["candle-zero", `${info.versions?.candle_zero}${info.versions?.debug ? " (built with debug assertions)" : ""}`], ["git", git],
     ["checkpoints", run.checkpoints ? `${run.checkpoints}, the last one after step ${number(run.checkpoint_step)}` : null],
   ];
   place.replaceChildren(...rows.filter(([, value]) => value).flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, String(value))]));

@@ -100,7 +100,7 @@ fn describe(
         ),
     );
     line("ranks", info.world_size.to_string());
-    let build = if info.versions.debug { " (built without optimization)" } else { "" };
+    let build = if info.versions.debug { " (built with debug assertions)" } else { "" };
     line("candle-zero", format!("{}{build}", info.versions.candle_zero));
     let git = info.git.as_ref();
     let branch = git.and_then(|git| git.branch.as_ref()).map_or(String::new(), |branch| format!(" ({branch})"));
