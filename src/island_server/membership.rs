@@ -98,8 +98,7 @@ pub(super) struct Membership {
     shape: Option<RunShape>,
     /// The length of each fragment, by rank.
     lens: Vec<Option<Vec<u64>>>,
-    /// The islands whose ranks are not all connected yet, by the random number that
-    /// identifies each island's start.
+    /// The islands whose ranks are not all connected yet, by the random number that identifies each island's start.
     assembling: HashMap<u64, AssemblingIsland>,
     /// The islands, by slot.
     islands: BTreeMap<usize, Island>,

@@ -34,8 +34,8 @@ impl PublishedCount<'_> {
         }
     }
 
-    /// Sleeps until the count is no longer `seen`, the word's owner has left, or about `nap_millis`
-    /// milliseconds have passed.
+    /// Sleeps until the count is no longer `seen`, the word's owner has left, or about `nap_millis` milliseconds
+    /// have passed.
     pub fn sleep_while(self, seen: u32, nap_millis: u32) {
         self.sleepers.fetch_add(1, Ordering::SeqCst);
         if self.word.load(Ordering::SeqCst) == seen {
