@@ -277,7 +277,7 @@ fn error_of(error: NcclError, rank: usize, comm: &dyn Communicator) -> Error {
             Some(error) => error.clone().into(),
             None => CommError::Other(failure).into(),
         },
-        // The text is kept because it reports a lack of memory.
+        // The text is kept because it may report a lack of memory.
         NcclError::Device(error) => Error::Candle(candle_core::Error::Msg(error.to_string())),
         NcclError::AsyncError { .. } | NcclError::PeerTimeout { .. } | NcclError::CallFailed { .. } => {
             // NCCL notices that a rank has failed before this rank can determine which one.

@@ -120,7 +120,7 @@ fn status(status: KeyStatus) -> (&'static str, Option<String>) {
         KeyStatus::Honoured => ("honoured", None),
         // The section's switch is refused, or another key of the section decides.
         KeyStatus::Inherited => ("noted", None),
-        KeyStatus::InRefusedSection => ("refused", Some("with its section".into())),
+        KeyStatus::InRefusedSection => ("refused", Some("its section is refused".into())),
         KeyStatus::ImpliesEveryUnit(why) => ("noted", Some(format!("treated as every_unit; {why}"))),
         KeyStatus::NoEffect(why) => ("noted", Some(why.into())),
         KeyStatus::Refused(why) => ("refused", Some(why.into())),

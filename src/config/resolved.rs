@@ -82,7 +82,7 @@ pub struct Config {
     pub tag_validation: TagValidation,
     /// `checkpoint.upload_to`: the object store that receives each checkpoint once it is on disk.
     pub upload_checkpoints_to: Option<String>,
-    /// `checkpoint.use_node_local_storage`: the ranks of each host save into a folder that only this host can access.
+    /// `checkpoint.use_node_local_storage`: the ranks of each host save into a folder on that host.
     pub use_node_local_storage: bool,
     /// `checkpoint.writer.decoupled`: [`save_checkpoint`](crate::Engine::save_checkpoint) saves in the background.
     pub saves_in_background: bool,

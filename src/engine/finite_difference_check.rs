@@ -423,9 +423,12 @@ impl<M> Engine<M> {
 
     /// Ends the check with a report.
     fn conclude(&mut self, report: GradientReport) -> Result<()> {
-        let steps = match self.check.looks {
-            1 => "the first step".to_string(),
-            looks => format!("the first {looks} steps"),
+        // A check of each parameter may be requested for any step.
+        let steps = match (self.check.of_each, self.check.looks) {
+            (false, 1) => "the first step".to_string(),
+            (false, looks) => format!("the first {looks} steps"),
+            (true, 1) => "this step".to_string(),
+            (true, looks) => format!("the last {looks} steps"),
         };
         let wrong: Vec<&GradientRow> = if report.not_judged.is_some() { Vec::new() } else { report.wrong().collect() };
         let error = wrong.first().map(|first| EngineError::WrongGradient {

@@ -6,7 +6,7 @@
 //!                   H steps           delay steps
 //! ```
 //!
-//! An island is a group of consecutive ranks that train as one data-parallel job, under any ZeRO stage. A rank
+//! An island is a group of consecutive ranks that train as one data-parallel job, at any ZeRO stage. A rank
 //! exchanges its pieces of the parameters with the ranks at the same position on the other islands: it sends its
 //! change, weighted by the samples of its island, and receives the sum. `island_transport.rs` implements the path of
 //! these messages: a communicator of all islands, or a server that islands join and leave.

@@ -212,7 +212,7 @@ impl Membership {
             && run.fingerprint.len() <= 64
             && lens.iter().all(|len| run.format.encoded_len(*len).is_some());
         if !fits {
-            return Err("its first message has numbers that do not match each other".into());
+            return Err("its first message has numbers that are out of range or inconsistent".into());
         }
         if let Some(slot) = slot.filter(|slot| *slot >= run.slots) {
             return Err(format!(
@@ -229,10 +229,12 @@ impl Membership {
             ));
         }
         match self.lens.get(*position) {
-            Some(Some(expected)) if expected != lens => Err("it and the islands of the run have different lengths of \
-                                                    fragments; start the same program with the same configuration for \
+            Some(Some(expected)) if expected != lens => {
+                Err("the lengths of its fragments differ from those of the run's \
+                                                    islands; start the same program with the same configuration for \
                                                     all islands"
-                .into()),
+                    .into())
+            }
             _ => Ok(()),
         }
     }

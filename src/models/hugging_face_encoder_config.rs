@@ -15,7 +15,7 @@ use std::path::Path;
 #[doc(hidden)]
 pub const ENCODER_TYPES: [&str; 6] = ["bert", "roberta", "xlm-roberta", "distilbert", "electra", "modernbert"];
 
-/// The models of one class in transformers that are built like BERT, with the defaults for keys that their files omit.
+/// A class of transformers whose models are built like BERT, with the defaults for keys that their files omit.
 struct BertFamily {
     naming: EncoderNaming,
     vocab: usize,

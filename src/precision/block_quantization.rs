@@ -220,7 +220,7 @@ mod tests {
                 for (block, decoded) in values.chunks(BLOCK).zip(decoded.chunks(BLOCK)) {
                     let step = block.iter().fold(0f32, |m, x| m.max(x.abs())) / ints.largest_code();
                     for (x, y) in block.iter().zip(decoded) {
-                        prop_assert!((x - y).abs() <= 0.50001 * step, "{ints:?}: {x} became {y}, the step is {step}");
+                        prop_assert!((x - y).abs() <= 0.50001 * step, "{ints:?}: {x} became {y}; the step is {step}");
                         prop_assert!(*x != 0.0 || *y == 0.0);
                         prop_assert!(x * y >= 0.0);
                     }

@@ -221,7 +221,7 @@ pub(super) fn on_big_stack<T>(run: impl FnOnce() -> T) -> T {
 
 /// Methods for units and parameters.
 impl RankCore {
-    /// Handles a parameter's gradient, which is complete within the backward pass that computed it.
+    /// Handles a parameter's gradient once nothing later in this backward pass can add to it.
     pub(super) fn gradient_arrived(&self, param: ParamId, grad: Grad) -> candle_core::Result<()> {
         // Candle's operations compute gradients of frozen parameters too.
         let grad = Some(grad).filter(|_| self.params[param].is_trained());

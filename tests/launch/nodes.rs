@@ -419,15 +419,15 @@ fn refused(options: &str, args: &str, change: impl Fn(&Path)) -> (String, String
 fn a_host_that_does_not_belong_to_the_job_is_told_why() {
     let messages = |options: &str, args: &str| refused(options, args, |_| {});
     let (second, first) = messages("--nnodes 2 --node_rank 1", ARGS);
-    insta::assert_snapshot!(second, @"zerorun: the first host refused this one: --nnodes is 2 on host NAME and 3 on the first host; give both the same, or, if these are two jobs, give one of them a different --master_port");
-    insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) was refused: --nnodes is 2 on host NAME and 3 on the first host; give both the same, or, if these are two jobs, give one of them a different --master_port");
+    insta::assert_snapshot!(second, @"zerorun: the first host refused this one: --nnodes is 2 on host NAME and 3 on the first host; give both hosts the same value, or, if these are two jobs, give one of them a different --master_port");
+    insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) was refused: --nnodes is 2 on host NAME and 3 on the first host; give both hosts the same value, or, if these are two jobs, give one of them a different --master_port");
     let (second, first) = messages("--nnodes 3 --node_rank 0", ARGS);
     insta::assert_snapshot!(second, @"zerorun: port PORT, where the other hosts connect, cannot be used: Address already in use (os error 98); stop the other job, or give another --master_port");
     assert_eq!(first, "");
     // The refused host prints its own value, and only a digest of the first host's value.
     let (second, first) = messages("--nnodes 3 --node_rank 1", "--lr 3");
     insta::assert_snapshot!(second, @"zerorun: the first host refused this one: the script's arguments are `--lr 3` on this host, with digest 727752e9, but those on host NAME have digest 53495c78; give the arguments that the output of host NAME shows");
-    insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) was refused: the script's arguments are `--ds_config=zero3.json --data corpus.txt` on host NAME and `--lr 3` on host NAME; give both the same");
+    insta::assert_snapshot!(first, @"zerorun: host NAME (127.0.0.1) was refused: the script's arguments are `--ds_config=zero3.json --data corpus.txt` on host NAME and `--lr 3` on host NAME; give both hosts the same arguments");
 }
 
 #[test]
@@ -567,8 +567,9 @@ fn a_launcher_of_a_hostfile_that_cannot_start_its_ranks_ends_the_job() {
     insta::assert_snapshot!(line, @"zerorun: the launcher on host far.invalid ended with exit code 127, and the others are waiting for it; see its output above");
 }
 
-/// Starts a job of two hosts, of which the first is this one unless `first_is_remote`, whose ranks write each signal that
-/// they receive to a file, and end one second after a signal that asks them to.
+/// Runs a job of two hosts and sends it signals, each after the one before has arrived everywhere. The first host is this
+/// host unless `first_is_remote`. The ranks write each signal that they receive to a file, and end one second after a
+/// signal that asks them to.
 fn recording_job(folder: &Path, signals: &[Signal], first_is_remote: bool) -> Output {
     let shell = program(folder, "rsh", "exec sh -c \"$2\"");
     let record = "trap 'echo usr1 >> $DIR/got.$RANK' USR1; trap 'echo usr2 >> $DIR/got.$RANK' USR2

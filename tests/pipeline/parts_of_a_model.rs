@@ -132,7 +132,7 @@ fn what_a_pipeline_cannot_have_is_refused_in_words() {
             config
         }
     };
-    insta::assert_snapshot!(refused(2, module, section(json!({"partition": "type:transformer"}))), @"cannot train in a pipeline: pipeline.partition is type:transformer, and each of 2 stages must have a layer whose type name matches, but only 0 layers have such a name; the types are Activation, Linear, Residual");
+    insta::assert_snapshot!(refused(2, module, section(json!({"partition": "type:transformer"}))), @"cannot train in a pipeline: pipeline.partition is type:transformer, and each of the 2 stages must have a layer whose type name matches, but 0 layers have such a name; the types are Activation, Linear, Residual");
     insta::assert_snapshot!(refused(2, module, section(json!({"partition": "type:(residual"}))), @r#"the configuration given as a value: `pipeline.partition`: expected a regular expression after type:, found "(residual": unclosed group; put a backslash before each special character that is meant literally"#);
     insta::assert_snapshot!(refused(2, module, section(json!({"partition": "time"}))), @"cannot train in a pipeline: pipeline.partition is time, but the layers cannot be measured without a micro batch; set one with PipelineModule::example, or use another pipeline.partition");
     let of_first = |rank: usize| {
@@ -142,7 +142,7 @@ fn what_a_pipeline_cannot_have_is_refused_in_words() {
     };
     insta::assert_snapshot!(refused(3, module, of_first), @"cannot train in a pipeline: ranks 0 and 1 have different values of pipeline.partition; give all ranks the same configuration");
     insta::assert_snapshot!(refused(2, module, section(json!({"partition": "type:"}))), @r#"the configuration given as a value: `pipeline.partition`: expected best, parameters, uniform, time or type:REGEX, found "type:""#);
-    insta::assert_snapshot!(refused(3, module, section(json!({"partition": "type:^(linear|activation)$"}))), @"cannot train in a pipeline: pipeline.partition is type:^(linear|activation)$, and each of 3 stages must have a layer whose type name matches, but only 2 layers have such a name; the types are Activation, Linear, Residual");
+    insta::assert_snapshot!(refused(3, module, section(json!({"partition": "type:^(linear|activation)$"}))), @"cannot train in a pipeline: pipeline.partition is type:^(linear|activation)$, and each of the 3 stages must have a layer whose type name matches, but 2 layers have such a name; the types are Activation, Linear, Residual");
     insta::assert_snapshot!(refused(2, module, section(json!({"chunks": 1u64 << 40, "schedule": "interleaved"}))), @"cannot train in a pipeline: 2 ranks along the pipeline (pipeline.stages; auto: all ranks) with 1099511627776 chunks each (pipeline.chunks) need more stages than the model's 8 layers can fill; use fewer ranks or chunks");
     insta::assert_snapshot!(refused(2, module, section(json!({"schedule": "interleaved", "chunks": 1}))), @"cannot train in a pipeline: pipeline.chunks is 1, but pipeline.schedule interleaved needs 2 or more chunks per rank; use 1f1b for 1");
     insta::assert_snapshot!(refused(2, module, section(json!({"schedule": "eager"}))), @r#"the configuration given as a value: `pipeline.schedule`: expected one of "1f1b", "interleaved", "zero_bubble", "zbv", found the string "eager""#);

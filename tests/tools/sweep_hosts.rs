@@ -200,7 +200,7 @@ fn a_sweep_that_loses_all_hosts_ends_and_continues_on_others() {
     assert_eq!(running["host"], "alpha");
     let table = cluster.folder.run_successfully(&["show", "lost"]);
     assert!(table.contains("running on alpha"), "{table}");
-    insta::assert_snapshot!(cluster.refused(&["resume", "lost"], 2), @"zerorun: host alpha: the remote shell ended with exit code 255: rsh: alpha: no route to host; the host must be reachable by ssh without a password, and have zerorun and the working directory at the same paths as this host; otherwise, remove it from the hostfile");
+    insta::assert_snapshot!(cluster.refused(&["resume", "lost"], 2), @"zerorun: host alpha: the remote shell ended with exit code 255: rsh: alpha: no route to host; the host must be reachable by ssh without a password, and have zerorun and the working directory at the same paths as on this host; otherwise, remove it from the hostfile");
     cluster.write("others", "beta slots=1\ngamma slots=1\n");
     cluster.run_successfully(&["resume", "lost", "--hostfile", "others"]);
     cluster.assert_same("whole", "lost");

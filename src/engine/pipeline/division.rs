@@ -84,8 +84,8 @@ impl PipelineDivision {
                     let kinds: BTreeSet<&str> = (0..module.len()).map(|layer| module.kind(layer)).collect();
                     let kinds = kinds.into_iter().collect::<Vec<_>>().join(", ");
                     let why = format!(
-                        "pipeline.partition is type:{expression}, and each of {} must have a layer whose type name \
-                         matches, but only {} {} such a name; the types are {kinds}",
+                        "pipeline.partition is type:{expression}, and each of the {} must have a layer whose type name \
+                         matches, but {} {} such a name; the types are {kinds}",
                         counted(stages.stages(), "stage"),
                         counted(found, "layer"),
                         if found == 1 { "has" } else { "have" }

@@ -94,7 +94,7 @@ struct PipelineStep<B> {
 }
 
 impl EngineBuilder {
-    /// Divides the layers of `module` among the ranks of a pipeline, as the configuration's section `pipeline`
+    /// Divides the layers of `module` among the ranks of a pipeline, as the configuration's `pipeline` section
     /// specifies, and builds those of this rank's stages. If `pipeline.stages` is smaller than the number of ranks,
     /// which it must divide, there are several pipelines, which train on different micro batches. Collective.
     ///

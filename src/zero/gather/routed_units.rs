@@ -151,7 +151,7 @@ impl RoutedUnits {
     }
 }
 
-/// The units of a layer that the inputs of all ranks chose for one forward pass, and for its backward pass.
+/// The units of a layer that the inputs of any rank chose for one forward pass, and for its backward pass.
 #[derive(Debug, Clone)]
 pub(crate) struct RoutedPass {
     count: usize,

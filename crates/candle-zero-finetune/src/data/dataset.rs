@@ -146,7 +146,7 @@ impl Dataset {
         self.parts.iter().map(|part| (part.path.as_path(), &*part.report))
     }
 
-    /// Refuses files if more than a tenth of their records could not be used or contain nothing to train on.
+    /// Refuses files if more than a tenth of their records cannot be used or contain nothing to train on.
     ///
     /// # Errors
     /// [`FinetuneError::Skipped`].

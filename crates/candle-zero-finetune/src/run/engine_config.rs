@@ -16,7 +16,7 @@ pub(super) fn read(options: &Options) -> Result<Value> {
     Ok(config)
 }
 
-/// Completes the section `local_steps`. A section of the wrong type is reported when the configuration is resolved.
+/// Completes the `local_steps` section. A section of the wrong type is reported when the configuration is resolved.
 fn set_local_steps(config: &mut Value, options: &LocalStepsOptions) -> Result<()> {
     let section = config.get("local_steps").unwrap_or(&Value::Null);
     if *options == LocalStepsOptions::default() || !config.is_object() || !(section.is_null() || section.is_object()) {

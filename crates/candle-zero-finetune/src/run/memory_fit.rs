@@ -363,7 +363,7 @@ mod tests {
         in_islands(preset, method, hosts, (1, Value::Null), gib)
     }
 
-    /// Chooses for ranks that form this number of islands, with this section `local_steps`.
+    /// Chooses for ranks that form this number of islands, with this `local_steps` section.
     fn in_islands(
         preset: &str,
         method: Tuning,

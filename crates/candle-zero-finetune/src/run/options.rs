@@ -154,7 +154,7 @@ pub enum PipelineStages {
 }
 
 /// Settings of local steps, with which islands of ranks train independently and exchange the changes in their weights
-/// after many steps. The given settings complete the section `local_steps` of the DeepSpeed configuration.
+/// after many steps. The given settings complete the `local_steps` section of the DeepSpeed configuration.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct LocalStepsOptions {
     /// The number of steps that an island takes between two exchanges. Default: 100 if one of the other settings is
@@ -200,10 +200,10 @@ pub struct Options {
     /// except for an encoder, which is trained at stage 0.
     pub ds_config: Option<PathBuf>,
     /// The number of ranks along a pipeline, which divides the layers of the model among ranks. 1 means no pipeline.
-    /// Default: the section `pipeline` of the DeepSpeed configuration; without a configuration, a pipeline is used on
+    /// Default: the `pipeline` section of the DeepSpeed configuration; without a configuration, a pipeline is used on
     /// several hosts if the model does not fit into the memory of one host.
     pub pipeline: Option<PipelineStages>,
-    /// Local steps. Default: the section `local_steps` of the DeepSpeed configuration; without a configuration, all
+    /// Local steps. Default: the `local_steps` section of the DeepSpeed configuration; without a configuration, all
     /// ranks exchange their gradients in every step.
     pub local_steps: LocalStepsOptions,
     /// The precision of the model. Default: f32.

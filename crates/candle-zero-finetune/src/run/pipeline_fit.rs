@@ -11,7 +11,7 @@ use candle_zero::util::{counted, format_bytes};
 use serde_json::{Value, json};
 
 /// Returns the number of ranks along the pipeline that the options or the configuration request, if it is above 1, and
-/// completes the configuration's section `pipeline`. Values of the wrong type are reported when the configuration is
+/// completes the configuration's `pipeline` section. Values of the wrong type are reported when the configuration is
 /// resolved.
 ///
 /// # Errors
@@ -66,7 +66,7 @@ pub(super) fn requested_stages(options: &Options, config: &mut Value, world: usi
     }
 }
 
-/// Sets the number of ranks along the pipeline in a configuration whose section `pipeline` is an object, null or
+/// Sets the number of ranks along the pipeline in a configuration whose `pipeline` section is an object, null or
 /// missing.
 fn set_stages(config: &mut Value, stages: usize) {
     config["pipeline"]["stages"] = json!(stages);
@@ -77,7 +77,7 @@ fn check_combination(options: &Options, config: &Value) -> Result<()> {
     let refuse = |problem: String| {
         Err(match options.pipeline {
             Some(_) => option_use_error("--pipeline", problem),
-            None => option_use_error("--ds_config", format!("has a section pipeline, which {problem}")),
+            None => option_use_error("--ds_config", format!("has a pipeline section, and a pipeline {problem}")),
         })
     };
     if let Some(problem) = options.pipeline_obstacle() {

@@ -77,7 +77,7 @@ impl ClassifyArguments {
         let ClassificationOutput { labels, tokens, truncated_tokens, .. } = classifier.classify(text)?;
         if truncated_tokens > 0 && !self.json {
             eprint(&format!(
-                "zerorun: the next text has {} tokens, {truncated_tokens} more than the model's context; the rest is \
+                "zerorun: the next text has {} tokens, {truncated_tokens} more than the model's context; the excess is \
                  cut off",
                 tokens + truncated_tokens
             ));

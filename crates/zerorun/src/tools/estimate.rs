@@ -86,7 +86,7 @@ struct EstimateArguments {
     recompute: bool,
 
     /// Estimate a pipeline formed by the ranks: the layers and the memory of each rank, and the share of a step in
-    /// which ranks wait. The configuration's section `pipeline` determines how the layers of a built-in model are
+    /// which ranks wait. The configuration's `pipeline` section determines how the layers of a built-in model are
     /// divided
     #[arg(long, conflicts_with_all = ["safetensors", "table", "gpu", "recompute", "deepspeed"])]
     pipeline: bool,
@@ -301,7 +301,7 @@ impl EstimateReport {
         assumptions.push("for the peaks: units run, and parameters are used, in the order of the model".into());
         if self.config.pipeline != PipelineConfig::default() {
             assumptions.push(
-                "the configuration's section pipeline has no effect: these ranks are data-parallel; --pipeline estimates a \
+                "the configuration's pipeline section has no effect: these ranks are data-parallel; --pipeline estimates a \
                  pipeline"
                     .into(),
             );

@@ -12,7 +12,7 @@ use std::time::Duration;
 /// The time between two checks of whether the server has been asked to end.
 const INTERVAL: Duration = Duration::from_millis(200);
 
-/// Let islands meet. Islands are jobs that train the same model with local steps, that join and leave while the others
+/// Run the server through which islands join a run and exchange their changes. Islands are jobs that train the same model with local steps, that join and leave while the others
 /// train, and that exchange the changes in their weights. Start each island with `zerorun --island_server HOST:PORT`,
 /// or set local_steps.server.
 ///

@@ -137,7 +137,7 @@ const ALL: [ZerorunTool; 22] = [
     },
     ZerorunTool {
         name: "island-server",
-        about: "Let islands that train with local steps meet, join and leave",
+        about: "Run the server through which islands join, leave and exchange changes",
         run: island_server::run,
         command: island_server::command,
     },

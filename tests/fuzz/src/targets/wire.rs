@@ -1,5 +1,5 @@
-//! The messages between the launchers of several hosts. The first byte selects lines of messages, or either end of a
-//! connection with the handshake, with or without a secret.
+//! The messages between the launchers of several hosts. The first byte selects what is tested: the parsing of message
+//! lines, or one end of a connection (with its handshake), with or without a secret.
 
 use super::{join, split};
 use crate::launch::nodes::{messages, session};

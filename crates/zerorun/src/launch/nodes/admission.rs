@@ -40,7 +40,7 @@ pub(super) fn refusal(
     let HostHello { nodes, node, ranks, .. } = *hello;
     if nodes != first_host.nodes {
         return AdmissionRefusal::plain(format!(
-            "--nnodes is {nodes} on host {} and {} on the first host; give both the same, or, if these are two jobs, \
+            "--nnodes is {nodes} on host {} and {} on the first host; give both hosts the same value, or, if these are two jobs, \
              give one of them a different --master_port",
             name(hello),
             first_host.nodes
@@ -83,7 +83,7 @@ fn difference(first_host: &HostHello, hello: &HostHello) -> Option<AdmissionRefu
                 digest(&first_host.words)
             ),
             for_first_host: format!(
-                "the script's arguments are `{}` on host {here} and `{}` on host {there}; give both the same",
+                "the script's arguments are `{}` on host {here} and `{}` on host {there}; give both hosts the same arguments",
                 shown(first_host),
                 shown(hello)
             ),
@@ -168,7 +168,7 @@ pub(super) mod tests {
         assert_eq!(refusal(&hello("a"), None, &HostHello { node: 1, launcher: 2, ..hello("b") }), None);
         let words = refusal_after(|b| b.words[1] = "zero2.json".into());
         insta::assert_snapshot!(words.for_host, @"the script's arguments are `--ds_config zero2.json` on this host, with digest 351ba923, but those on host a have digest ed663171; give the arguments that the output of host a shows");
-        insta::assert_snapshot!(words.for_first_host, @"the script's arguments are `--ds_config zero3.json` on host a and `--ds_config zero2.json` on host b; give both the same");
+        insta::assert_snapshot!(words.for_first_host, @"the script's arguments are `--ds_config zero3.json` on host a and `--ds_config zero2.json` on host b; give both hosts the same arguments");
         let file = refusal_after(|b| b.files.values_mut().for_each(|sum| *sum = "413 bytes with checksum 12".into()));
         insta::assert_snapshot!(file.for_host, @"zero3.json differs from the one on host a: on this host, it is 413 bytes with checksum 12; copy the same file to both hosts; if it is the program, build it once and pass the executable");
         insta::assert_snapshot!(file.for_first_host, @"zero3.json is 412 bytes with checksum 11 on host a and 413 bytes with checksum 12 on host b; copy the same file to both hosts; if it is the program, build it once and pass the executable");
@@ -184,7 +184,7 @@ pub(super) mod tests {
             assert_eq!(for_host, for_first_host);
             for_host
         };
-        insta::assert_snapshot!(for_host(|b| b.nodes = 3), @"--nnodes is 3 on host b and 2 on the first host; give both the same, or, if these are two jobs, give one of them a different --master_port");
+        insta::assert_snapshot!(for_host(|b| b.nodes = 3), @"--nnodes is 3 on host b and 2 on the first host; give both hosts the same value, or, if these are two jobs, give one of them a different --master_port");
         insta::assert_snapshot!(for_host(|b| b.node = 2), @"--node_rank 2 is not below --nnodes 2; number the hosts from 0 to 1");
         insta::assert_snapshot!(for_host(|b| b.ranks = 0), @"--num_ranks is 0 on host b; give each host 1 to 1024 ranks");
         insta::assert_snapshot!(for_host(|b| b.ranks = usize::MAX), @"--num_ranks is 18446744073709551615 on host b; give each host 1 to 1024 ranks");

@@ -67,13 +67,13 @@ pub(super) struct FinetuneFlags {
     ds_config: Option<PathBuf>,
 
     /// Divide the model's layers among this many ranks, which form a pipeline; auto: all ranks. If the job has more
-    /// ranks, they form several pipelines. 1: no pipeline [default: as in the configuration's section pipeline; without
+    /// ranks, they form several pipelines. 1: no pipeline [default: as in the configuration's pipeline section; without
     /// a configuration, a pipeline only if there are several hosts and one host cannot hold the model]
     #[arg(long, value_name = "RANKS|auto")]
     pipeline: Option<PipelineStages>,
 
     /// Local steps: islands of ranks train independently for this many steps, and then exchange the changes in their
-    /// weights [default: as in the configuration's section local_steps; 100 with --islands or --island_server]
+    /// weights [default: as in the configuration's local_steps section; 100 with --islands or --island_server]
     #[arg(long = "local_steps", alias = "local-steps", value_name = "H", value_parser = value_parser!(u64).range(1..),
           help_heading = ISLANDS)]
     local_steps: Option<u64>,

@@ -130,7 +130,7 @@ fn wait_for_answer(host: &str, child: Child) -> Result<HostCheckResult> {
         _ => {
             let problem = format!(
                 "{}; the host must be reachable by ssh without a password, and have zerorun and the working directory at \
-                 the same paths as this host; otherwise, remove it from the hostfile",
+                 the same paths as on this host; otherwise, remove it from the hostfile",
                 no_answer_message(output.status, &String::from_utf8_lossy(&output.stderr))
             );
             Err(SweepToolError::Host { host: host.to_owned(), problem }.into())

@@ -41,7 +41,7 @@ use trial_outcome::{RepeatedTrials, TrialOutcome};
 /// fastest configuration within the memory limit.
 ///
 /// The script must accept --ds_config FILE, --steps N and --metrics FILE, as examples/train_gpt.rs does. Finished runs
-/// are kept: the same command resumes an interrupted search. These keys of the section autotuning have an effect: fast,
+/// are kept: the same command resumes an interrupted search. These keys of the autotuning section have an effect: fast,
 /// results_dir, exps_dir, start_profile_step, end_profile_step, metric, arg_mappings, tuner_early_stopping (if given),
 /// tuner_num_trials, min_train_batch_size, max_train_batch_size, min_train_micro_batch_size_per_gpu,
 /// max_train_micro_batch_size_per_gpu, num_tuning_micro_batch_sizes.
@@ -75,7 +75,7 @@ struct TuneArguments {
           value_parser = clap::value_parser!(u8).range(0..=3))]
     stages: Vec<u8>,
 
-    /// Micro batches to try [default: those in the section autotuning; without them, the
+    /// Micro batches to try [default: those in the autotuning section; without them, the
     /// configuration's micro batch and two and four times its size]
     #[arg(long = "micro_batches", alias = "micro-batches", value_name = "LIST", value_delimiter = ',',
           value_parser = clap::value_parser!(u32).range(1..))]
