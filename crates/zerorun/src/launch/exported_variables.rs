@@ -11,8 +11,8 @@ use std::path::PathBuf;
 /// The prefixes of variables that launchers and ranks on other hosts get in addition to DeepSpeed's.
 const ADDITIONAL_PREFIXES: [&str; 5] = ["CANDLE_ZERO_", "RUST_", "RAYON_", "MPIR_CVAR_", "LD_LIBRARY_PATH"];
 
-/// Returns the variables for other hosts. The secret is not among them, because these variables appear in command lines,
-/// which every user of a host can read.
+/// Returns the variables for other hosts. The secret is not among them, because these variables appear in command
+/// lines, which every user of a host can read.
 ///
 /// # Errors
 /// Fails if the value of one of these variables is not UTF-8, or a file of variables cannot be read or is invalid.
