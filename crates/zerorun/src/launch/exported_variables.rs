@@ -40,10 +40,8 @@ fn additional(environment: impl IntoIterator<Item = (OsString, OsString)>) -> Re
     for (name, value) in environment {
         let Ok(name) = name.into_string() else { continue };
         if !is_secret(&name) && ADDITIONAL_PREFIXES.iter().any(|prefix| name.starts_with(prefix)) {
-            match value.into_string() {
-                Ok(value) => all.push((name, value)),
-                Err(_) => return Err(HostsError::ValueNotUtf8 { name }.into()),
-            }
+            let value = export_rules::value_as_text(&name, &value)?.to_owned();
+            all.push((name, value));
         }
     }
     Ok(all)

@@ -45,16 +45,11 @@ pub(crate) fn listen() -> Result<(Sender<LauncherEvent>, Receiver<LauncherEvent>
                 let event = match number {
                     SIGCHLD => LauncherEvent::Child,
                     SIGTSTP => LauncherEvent::Suspend,
-                    SIGUSR1 => LauncherEvent::Pass(Signal::USR1),
-                    SIGUSR2 => LauncherEvent::Pass(Signal::USR2),
-                    number => match ending_signal(number) {
-                        Some(signal) => LauncherEvent::End(signal),
+                    number => match Signal::from_named_raw(number) {
+                        Some(signal) => request_of(signal),
                         None => continue,
                     },
                 };
-                if matches!(event, LauncherEvent::End(_)) {
-                    console::request_end();
-                }
                 if sender.send(event).is_err() {
                     return;
                 }
@@ -68,6 +63,18 @@ pub(crate) fn listen() -> Result<(Sender<LauncherEvent>, Receiver<LauncherEvent>
 /// Returns the signal with this number if it asks a launcher to end.
 pub(super) fn ending_signal(number: i32) -> Option<Signal> {
     [Signal::INT, Signal::TERM, Signal::HUP].into_iter().find(|signal| signal.as_raw() == number)
+}
+
+/// Returns the event of a signal that asks the launcher to end, or that is passed on. Output is no longer waited for if
+/// the launcher is asked to end.
+pub(super) fn request_of(signal: Signal) -> LauncherEvent {
+    match ending_signal(signal.as_raw()) {
+        Some(signal) => {
+            console::request_end();
+            LauncherEvent::End(signal)
+        }
+        None => LauncherEvent::Pass(signal),
+    }
 }
 
 /// Writes a signal to the standard input of another host's launcher, as a line that [`read_signals`] reads.

@@ -28,6 +28,14 @@ pub(crate) fn files(home: Option<&Path>, working: &Path, name: Option<&OsStr>) -
     files
 }
 
+/// Returns the value of a variable for other hosts.
+///
+/// # Errors
+/// [`HostsError::ValueNotUtf8`].
+pub(crate) fn value_as_text<'a>(name: &str, value: &'a OsStr) -> Result<&'a str, HostsError> {
+    value.to_str().ok_or_else(|| HostsError::ValueNotUtf8 { name: name.into() })
+}
+
 /// Variables and their values, sorted by name.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub(crate) struct ExportedVariables(BTreeMap<String, String>);
@@ -41,8 +49,7 @@ impl ExportedVariables {
             in_aisc |= name == AISC;
             // A name that a shell cannot export, such as that of a bash function, is not passed on.
             let Some(name) = name.to_str().filter(|name| is_forwarded(name) && is_name(name)) else { continue };
-            let value = value.to_str().ok_or_else(|| HostsError::ValueNotUtf8 { name: name.into() })?;
-            exports.add(name, value);
+            exports.add(name, value_as_text(name, &value)?);
         }
         if in_aisc {
             NOT_IN_AISC.iter().for_each(|name| drop(exports.0.remove(*name)));

@@ -40,8 +40,8 @@ pub(super) fn refusal(
     let HostHello { nodes, node, ranks, .. } = *hello;
     if nodes != first_host.nodes {
         return AdmissionRefusal::plain(format!(
-            "--nnodes is {nodes} on host {} and {} on the first host; give both hosts the same value, or, if these are two jobs, \
-             give one of them a different --master_port",
+            "--nnodes is {nodes} on host {} and {} on the first host; give both hosts the same value, or, if these are \
+             two jobs, give one of them a different --master_port",
             name(hello),
             first_host.nodes
         ));
@@ -83,7 +83,8 @@ fn difference(first_host: &HostHello, hello: &HostHello) -> Option<AdmissionRefu
                 digest(&first_host.words)
             ),
             for_first_host: format!(
-                "the script's arguments are `{}` on host {here} and `{}` on host {there}; give both hosts the same arguments",
+                "the script's arguments are `{}` on host {here} and `{}` on host {there}; give both hosts the \
+                 same arguments",
                 shown(first_host),
                 shown(hello)
             ),

@@ -8,7 +8,7 @@ use super::wire::{
     StartCommand,
 };
 use crate::error::{HostsError, LaunchError, Result};
-use crate::launch::console::{self, eprint};
+use crate::launch::console::eprint;
 use crate::launch::local_job_spec::{LocalJobSpec, MultiHostContext};
 use crate::launch::pmi;
 use crate::launch::ranks::{self, RunEnd};
@@ -125,8 +125,10 @@ pub(super) fn run(mut job: LocalJobSpec, options: &JoinOptions) -> Result<u8> {
     if options.until_stdin_ends {
         let sender = sender.clone();
         let listen = move || {
-            signals::read_signals(std::io::stdin().lock(), |signal| receive_signal(signal, &sender));
-            receive_signal(Signal::TERM, &sender);
+            // The receiver exists until the job is over.
+            let receive = |signal| _ = sender.send(signals::request_of(signal));
+            signals::read_signals(std::io::stdin().lock(), receive);
+            receive(Signal::TERM);
         };
         std::thread::Builder::new()
             .name("standard input".into())
@@ -145,19 +147,6 @@ pub(super) fn run(mut job: LocalJobSpec, options: &JoinOptions) -> Result<u8> {
         }
         eprint("zerorun: this host rejoins as soon as the first host can be reached");
     }
-}
-
-/// Receives a signal from the launcher that started this one.
-fn receive_signal(signal: Signal, events: &Sender<LauncherEvent>) {
-    let event = match signals::ending_signal(signal.as_raw()) {
-        Some(signal) => {
-            console::request_end();
-            LauncherEvent::End(signal)
-        }
-        None => LauncherEvent::Pass(signal),
-    };
-    // The receiver exists until the job is over.
-    let _ = events.send(event);
 }
 
 fn run_session(
